@@ -1,0 +1,149 @@
+"""Writing a bundle: manifest.json (schema version 1), its files with sizes and hashes, and the atomic move into place.
+
+The native runtime is the only reader. The format is in README and, for machines, in ``manifest.schema.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dlm_export.denoiser import Capabilities
+from dlm_runtime.errors import DlmError
+from dlm_runtime.policy import Policy
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+CACHE_DTYPES = {"fp32": "float32", "fp16": "float16"}
+
+
+class OutputError(DlmError):
+    """The bundle cannot be written where it was asked for."""
+
+
+def make_manifest(
+    capabilities: Capabilities,
+    *,
+    precision: str,
+    target: str,
+    graph: dict[str, Any],
+    presets: dict[str, Policy],
+    default_preset: str,
+    tokenizer: str | None,
+    chat_template: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The manifest without its ``files``, which ``finish`` adds."""
+    c = capabilities
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
+        "family": c.family,
+        "architecture": c.architecture,
+        "denoiser": {
+            "vocab_size": c.vocab_size,
+            "hidden_size": c.hidden_size,
+            "layers": c.layers,
+            "heads": c.heads,
+            "kv_heads": c.kv_heads,
+            "head_size": c.head_size,
+            "mlp_size": c.mlp_size,
+            "parameters": c.parameter_count(),
+            "max_canvas_length": c.max_canvas_length,
+            "attention": c.attention,
+            "noise": c.noise,
+            "shift": c.shift,
+        },
+        "tokens": {"mask": c.mask_token_id, "eos": list(c.eos_token_ids), "pad": c.pad_token_id},
+        "graph": graph | {"cache_dtype": CACHE_DTYPES[precision]},
+        "precision": {"name": precision},
+        "target": target,
+        "presets": {name: policy.as_dict() for name, policy in presets.items()},
+        "default_preset": default_preset,
+        "tokenizer": tokenizer,
+        "chat_template": chat_template,
+    }
+
+
+def finish(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write manifest.json with the size and SHA-256 of every other file in ``folder``."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST_FILE:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+            files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+
+def _digest(file: Any) -> Any:
+    """hashlib.file_digest for Python 3.10."""
+    digest = hashlib.sha256()
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    return digest
+
+
+@contextlib.contextmanager
+def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
+    """A temporary folder beside ``output`` that becomes it when the block ends well, and goes away when it does not.
+
+    Raises OutputError if ``output`` exists without ``force`` (nor is replaced unless it is a bundle or empty), or if the
+    disk has no room for ``needed_bytes``.
+    """
+    output = Path(os.path.abspath(output))
+    if output.exists() or output.is_symlink():
+        _check_replaceable(output, force)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(output.parent).free
+        if free < needed_bytes:
+            raise OutputError(f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free")
+        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as err:
+        raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
+    try:
+        staging.chmod(0o755)
+        yield staging
+        _move(staging, output)
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"{output}: the disk is full; {needed_bytes:,} bytes are needed. Nothing was left behind."
+            ) from err
+        raise OutputError(f"{output}: cannot write ({err})") from err
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_replaceable(output: Path, force: bool) -> None:
+    if not force:
+        raise OutputError(f"{output} exists. Pass --force to replace it, or choose another folder.")
+    is_bundle = (output / MANIFEST_FILE).is_file()
+    if not output.is_dir() or output.is_symlink() or not (is_bundle or not any(output.iterdir())):
+        raise OutputError(f"{output} is not a bundle, so --force does not replace it. Choose another folder.")
+
+
+def _move(staging: Path, output: Path) -> None:
+    """Put ``staging`` in ``output``'s place; an old bundle there survives until the new one stands."""
+    old = None
+    if output.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
+        os.rename(output, old)
+    try:
+        os.rename(staging, output)
+    except OSError:
+        if old is not None:
+            os.rename(old, output)
+        raise
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""What a family file provides, and the special ids that every family reads the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dlm_export.checkpoint import Checkpoint, CheckpointError
+from dlm_export.denoiser import Capabilities
+
+
+@dataclass(frozen=True)
+class Source:
+    """The released tensor behind a denoiser's parameter; ``transpose``: stored ``[out, in]``."""
+
+    tensor: str
+    transpose: bool = False
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the user says instead of the checkpoint; None leaves it to the checkpoint."""
+
+    mask_token_id: int | None = None
+    max_canvas_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A released layout: its architectures, how to read its config, what its tensors are called."""
+
+    name: str
+    architectures: tuple[str, ...]
+    description: str
+    default_preset: str
+    capabilities: Callable[[Checkpoint, Overrides], Capabilities]
+    sources: Callable[[Capabilities], dict[str, Source]]
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids read from config.json, generation_config.json and tokenizer_config.json."""
+
+    mask: int
+    eos: tuple[int, ...]
+    pad: int | None
+
+
+def special_tokens(checkpoint: Checkpoint, vocab_size: int, overrides: Overrides) -> SpecialTokens:
+    """Find the special ids; never guess the mask token. Raises CheckpointError."""
+    config = checkpoint.config.values
+    mask = overrides.mask_token_id
+    for found in (config.get("mask_token_id"), _tokenizer_id(checkpoint, "mask_token")):
+        mask = found if mask is None else mask
+    if mask is None:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json. Pass --mask-token-id."
+        )
+    eos: list[int] = []
+    generation = checkpoint.optional_json("generation_config.json")
+    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and token not in eos:
+                eos.append(token)
+    pad = config.get("pad_token_id")
+    for name, token in [("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", token) for token in eos)]:
+        if token is None and name == "pad_token_id":
+            continue
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.config.path}: {name} {token!r} is outside the vocabulary (0..{vocab_size - 1}). "
+                "Pass --mask-token-id, or correct the file."
+            )
+    if mask in eos:
+        raise CheckpointError(f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id")
+    return SpecialTokens(mask, tuple(eos), pad)
+
+
+def _tokenizer_id(checkpoint: Checkpoint, name: str) -> int | None:
+    """The id of a special token that tokenizer_config.json names, by its table of added tokens."""
+    config = checkpoint.optional_json("tokenizer_config.json")
+    token = config.get(name)
+    text = token.get("content") if isinstance(token, dict) else token
+    added = config.get("added_tokens_decoder")
+    for number, entry in added.items() if isinstance(added, dict) else []:
+        if text is not None and isinstance(entry, dict) and entry.get("content") == text and number.isdecimal():
+            return int(number)
+    return None

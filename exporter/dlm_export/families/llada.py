@@ -1,0 +1,80 @@
+"""LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223): Llama's layer under OLMo's tensor names, full attention."""
+
+from __future__ import annotations
+
+from dlm_export.checkpoint import Checkpoint, CheckpointError
+from dlm_export.denoiser import Capabilities
+from dlm_export.families.base import Family, Overrides, Source, special_tokens
+
+
+def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilities:
+    """Capabilities from a released LLaDA config.json. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("block_type", "llama")
+    config.require("activation_type", "silu")
+    config.require("layer_norm_type", "rms")
+    config.require("rope", True)
+    config.require("alibi", False)
+    config.require("attention_layer_norm", False)
+    config.require("block_group_size", 1)
+    config.require("include_bias", False)
+    config.require("bias_for_layer_norm", False)
+    config.require("input_emb_norm", False)
+    config.require("scale_logits", False)
+    hidden_size = config.integer("d_model")
+    heads = config.integer("n_heads", high=4096)
+    kv_heads = config.integer("n_kv_heads", default=1 if config.flag("multi_query_attention") else heads, high=4096)
+    if hidden_size % heads or heads % kv_heads:
+        raise CheckpointError(f"{config.path}: d_model {hidden_size}, n_heads {heads} and n_kv_heads {kv_heads} do not divide")
+    vocab_size = config.integer("embedding_size", default=config.integer("vocab_size"))
+    tokens = special_tokens(checkpoint, vocab_size, overrides)
+    mlp_default = config.integer("mlp_ratio", default=4) * hidden_size
+    return Capabilities(
+        family="llada",
+        architecture="LLaDAModelLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=config.integer("n_layers", high=1024),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=hidden_size // heads,
+        mlp_size=config.integer("mlp_hidden_size", default=mlp_default),
+        max_canvas_length=overrides.max_canvas_length or config.integer("max_sequence_length"),
+        rope_theta=config.number("rope_theta", 10000.0),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        qkv_bias=config.flag("include_qkv_bias"),
+        tied_head=config.flag("weight_tying"),
+        shift=0,
+        mask_token_id=tokens.mask,
+        eos_token_ids=tokens.eos,
+        pad_token_id=tokens.pad,
+    )
+
+
+def tensor_sources(c: Capabilities) -> dict[str, Source]:
+    """Denoiser parameter -> released tensor. The MLP's gate is ``ff_proj``; the head shares the name ``ff_out``."""
+    sources = {"embed.weight": Source("model.transformer.wte.weight")}
+    layer = {
+        "attention.q": "q_proj",
+        "attention.k": "k_proj",
+        "attention.v": "v_proj",
+        "attention.out": "attn_out",
+        "mlp.gate": "ff_proj",
+        "mlp.up": "up_proj",
+        "mlp.down": "ff_out",
+    }
+    for i in range(c.layers):
+        ours, theirs = f"blocks.{i}.", f"model.transformer.blocks.{i}."
+        sources[f"{ours}attention_norm.weight"] = Source(f"{theirs}attn_norm.weight")
+        sources[f"{ours}mlp_norm.weight"] = Source(f"{theirs}ff_norm.weight")
+        for name, released in layer.items():
+            sources[f"{ours}{name}.weight"] = Source(f"{theirs}{released}.weight", transpose=True)
+            if c.qkv_bias and released in ("q_proj", "k_proj", "v_proj"):
+                sources[f"{ours}{name}.bias"] = Source(f"{theirs}{released}.bias")
+    sources["final_norm.weight"] = Source("model.transformer.ln_f.weight")
+    if not c.tied_head:
+        sources["head.weight"] = Source("model.transformer.ff_out.weight", transpose=True)
+    return sources
+
+
+FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_capabilities, tensor_sources)

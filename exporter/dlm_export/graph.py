@@ -1,0 +1,249 @@
+"""Torch to ONNX: one graph for every pass of a denoiser, its weights streamed into external data.
+
+The graph is traced once from a denoiser on torch's meta device, so no weight exists while torch works on it; the
+weights then go tensor by tensor from the checkpoint to ``denoiser.onnx.data``. Peak memory is the trace plus the largest
+tensor, not a multiple of the model.
+
+Inputs and outputs, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens, ``R`` scored rows, ``K`` candidates:
+
+=====================================  ==========================  =================================================
+``input_ids``, ``position_ids``        int64 ``[B, T]``            a slice of the canvas, absolute positions
+``score_rows``                         int64 ``[B, R]``            rows of T to predict, gathered before the head
+``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached rows in any order, position-encoded
+``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   best first, the mask token excluded
+``entropy``                            fp32 ``[B, R]``             sum of p ln(p + 1e-10)
+``logits``                             fp32 ``[B, R, V]``          raw
+``present_key.i``, ``present_value.i`` ``[B, Hkv, T, D]``          the T new rows
+=====================================  ==========================  =================================================
+
+ONNX operators at opset 23 (Attention, RotaryEmbedding, RMSNormalization are whole nodes there).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import Tensor, nn
+
+from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
+
+OPSET = 23
+TOP_K = 2  # confidence needs the best candidate, margin the best two
+LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
+GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
+DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
+PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
+_NUMPY_DTYPES = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16)}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced pass whose weights are still to be written; its initialisers are named like ``Denoiser``'s parameters."""
+
+    model: ir.Model
+    capabilities: Capabilities
+    dtype: torch.dtype
+
+
+class Pass(nn.Module):
+    """The traced module: body, gather of the scored rows, head, softmax and the K best."""
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        bias = torch.zeros(denoiser.capabilities.vocab_size)
+        bias[denoiser.capabilities.mask_token_id] = -torch.inf
+        self.register_buffer("mask_token_bias", bias, persistent=False)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, score_rows: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, ...]:
+        features, presents = self.denoiser.hidden(input_ids, position_ids, past)
+        rows = score_rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        logits = self.denoiser.project(features.gather(1, rows)).float()
+        probs = (logits + self.mask_token_bias).softmax(-1)
+        top_prob, top_token = probs.topk(TOP_K)
+        entropy = (probs * (probs + 1e-10).log()).sum(-1)
+        flat = [tensor for present in presents for tensor in present]
+        return (top_token.int(), top_prob, entropy, logits, *flat)
+
+
+@contextlib.contextmanager
+def _quiet_logger(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _names(layers: int, prefix: str) -> list[str]:
+    return [f"{prefix}_{kind}.{i}" for i in range(layers) for kind in ("key", "value")]
+
+
+def input_names(layers: int) -> list[str]:
+    """Names of the graph's inputs, in order."""
+    return ["input_ids", "position_ids", "score_rows", *_names(layers, "past")]
+
+
+def output_names(layers: int) -> list[str]:
+    """Names of the graph's outputs, in order."""
+    return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
+
+
+def describe(capabilities: Capabilities) -> dict[str, Any]:
+    """What the manifest says of the graph, but for its cache's element type."""
+    layers = capabilities.layers
+    return {
+        "file": GRAPH_FILE,
+        "opset": OPSET,
+        "top_k": TOP_K,
+        "inputs": input_names(layers),
+        "outputs": output_names(layers),
+    }
+
+
+def trace(capabilities: Capabilities, precision: str) -> Graph:
+    """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``PRECISIONS``."""
+    dtype = PRECISIONS[precision]
+    c = capabilities
+    with torch.device("meta"):
+        module = Pass(Denoiser(c)).eval()
+    module.denoiser.to(dtype)
+    B, T, S, R = 2, 7, 5, 3
+    with torch.device("meta"):
+        ids = torch.zeros(B, T, dtype=torch.int64)
+        rows = torch.zeros(B, R, dtype=torch.int64)
+        past = [
+            (torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype), torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype))
+            for _ in range(c.layers)
+        ]
+    auto = torch.export.Dim.AUTO
+    rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
+    # The exporter reports on itself through warnings and logging (torchvision is absent, and so on): nothing for a user.
+    with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module,
+            (ids, ids.clone(), rows, past),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=input_names(c.layers),
+            output_names=output_names(c.layers),
+            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * c.layers),
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model
+    model.graph.name = "denoiser"
+    model.producer_name, model.producer_version = "dlm-export", metadata.version("dlm-export")
+    _name_layers(model)
+    _simplify_reshapes(model)
+    passes.CommonSubexpressionEliminationPass()(passes.IdentityEliminationPass()(model).model)
+    passes.RemoveUnusedNodesPass()(model)
+    _name_axes(model, c)
+    return Graph(model, c, dtype)
+
+
+def _name_layers(model: ir.Model) -> None:
+    """Give every node its module path (``LAYER_KEY``) and drop torch's own, longer metadata."""
+    for node in model.graph:
+        scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+        path = ""
+        if scopes is not None:
+            modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope]
+            path = modules[-1].removeprefix("denoiser.").removeprefix("denoiser") if modules else ""
+        node.metadata_props.clear()
+        node.metadata_props[LAYER_KEY] = path or "pass"
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for name, value in list(model.graph.initializers.items()):
+        value.metadata_props.clear()
+        value.name = name.removeprefix("denoiser.")
+
+
+def _simplify_reshapes(model: ir.Model) -> None:
+    """Reshape with a constant ``[0, 0, ...]`` (0 copies a dimension) where only B and T are dynamic.
+
+    The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for nothing.
+    """
+    for node in model.graph:
+        if node.op_type != "Reshape" or node.outputs[0].shape is None:
+            continue
+        dims = list(node.outputs[0].shape)
+        if len(dims) < 3 or any(isinstance(dim, int) for dim in dims[:2]):
+            continue
+        assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
+        shape = ir.tensor(np.array([0, 0, *dims[2:]], np.int64), name=f"{node.outputs[0].name}.shape")
+        constant = ir.node("Constant", [], {"value": shape}, metadata_props=dict(node.metadata_props))
+        model.graph.insert_before(node, constant)
+        node.replace_input_with(1, constant.outputs[0])
+        node.attributes.pop("allowzero", None)  # torch sets it, and then 0 would mean an empty dimension
+
+
+def _name_axes(model: ir.Model, c: Capabilities) -> None:
+    """Call the dynamic axes B, T, S, R everywhere they are promised; torch gives each input symbols of its own."""
+    for node in model.graph:
+        for value in node.outputs:
+            value.shape = None
+    shapes = {
+        "input_ids": ["B", "T"],
+        "position_ids": ["B", "T"],
+        "score_rows": ["B", "R"],
+        "top_token": ["B", "R", TOP_K],
+        "top_prob": ["B", "R", TOP_K],
+        "entropy": ["B", "R"],
+        "logits": ["B", "R", c.vocab_size],
+    }
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        rows = "S" if str(value.name).startswith("past") else "T"
+        value.shape = ir.Shape(shapes.get(str(value.name), ["B", c.kv_heads, rows, c.head_size]))
+
+
+def write(
+    graph: Graph, parameter: Callable[[str, np.dtype], np.ndarray], folder: Path, on_tensor: Callable[[int], None]
+) -> None:
+    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``, one tensor in memory at a time.
+
+    ``parameter(name, dtype)`` gives a parameter of ``Denoiser`` as a C-contiguous array; ``on_tensor(bytes)`` is called
+    after each one. Raises what ``parameter`` raises, and OSError when the disk is full.
+    """
+    c, dtype = graph.capabilities, _NUMPY_DTYPES[graph.dtype]
+    cos, sin = rotary_tables(c)
+    mask_token_bias = np.zeros(c.vocab_size, np.float32)
+    mask_token_bias[c.mask_token_id] = -np.inf
+    buffers = {"cos": cos.numpy().astype(dtype), "sin": sin.numpy().astype(dtype), "mask_token_bias": mask_token_bias}
+    with open(folder / DATA_FILE, "wb") as data:
+        for name, value in graph.model.graph.initializers.items():
+            array = buffers[name] if name in buffers else parameter(name, dtype)
+            expected = tuple(value.shape or ())
+            assert array.shape == expected, (name, array.shape, expected)
+            data.write(bytes(-data.tell() % DATA_ALIGNMENT))
+            offset = data.tell()
+            data.write(array.data)
+            value.const_value = ir.ExternalTensor(
+                DATA_FILE,
+                offset,
+                array.nbytes,
+                ir.DataType.from_numpy(array.dtype),
+                shape=ir.Shape(array.shape),
+                name=name,
+                base_dir=folder,
+            )
+            on_tensor(array.nbytes)
+    ir.save(graph.model, folder / GRAPH_FILE)

@@ -1,0 +1,30 @@
+"""Python face of dlm-export's native runtime: open a bundle, fill canvases.
+
+>>> import dlm_runtime as dlm
+>>> bundle = dlm.open("build/demo")
+>>> bundle.generate(prompt="turn on the kitchen lights", max_new_tokens=64).text
+
+Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither torch nor onnx.
+"""
+
+from dlm_runtime.bundle import Bundle, Event, Generation, open
+from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
+from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
+from dlm_runtime.policy import PRESETS, Policy
+
+__all__ = [
+    "PRESETS",
+    "Bundle",
+    "BundleError",
+    "CallbackPass",
+    "CancelledError",
+    "DenoiserInfo",
+    "DlmError",
+    "EngineError",
+    "Event",
+    "Generation",
+    "Policy",
+    "RequestError",
+    "from_callback",
+    "open",
+]

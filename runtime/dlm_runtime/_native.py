@@ -1,0 +1,206 @@
+"""The C ABI of ``libdlm_runtime`` in ctypes: structs and signatures as ``dlm_runtime.h`` declares them, and nothing more."""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
+
+ABI_VERSION = 1
+MESSAGE_BYTES = 2048
+i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_float)
+
+
+class Denoiser(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("vocab_size", C.c_int32),
+        ("mask_token_id", C.c_int32),
+        ("max_canvas_length", C.c_int32),
+        ("layers", C.c_int32),
+        ("kv_heads", C.c_int32),
+        ("head_size", C.c_int32),
+        ("top_k", C.c_int32),
+        ("kv_element_bytes", C.c_int32),
+        ("shift", C.c_int32),
+        ("has_cache", C.c_int32),
+        ("eos_token_ids", i32p),
+        ("eos_count", C.c_size_t),
+    ]
+
+
+class Pass(C.Structure):
+    _fields_ = [
+        ("tokens", C.c_int32),
+        ("cached", C.c_int32),
+        ("rows", C.c_int32),
+        ("layers", C.c_int32),
+        ("input_ids", i64p),
+        ("position_ids", i64p),
+        ("score_rows", i64p),
+        ("past_keys", C.POINTER(C.c_void_p)),
+        ("past_values", C.POINTER(C.c_void_p)),
+        ("present_keys", C.POINTER(C.c_void_p)),
+        ("present_values", C.POINTER(C.c_void_p)),
+        ("top_tokens", i32p),
+        ("top_probs", f32p),
+        ("entropy", f32p),
+        ("logits", f32p),
+    ]
+
+
+class Policy(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("select", C.c_char_p),
+        ("score", C.c_char_p),
+        ("commit", C.c_char_p),
+        ("compare", C.c_char_p),
+        ("schedule", C.c_char_p),
+        ("remask", C.c_char_p),
+        ("cache", C.c_char_p),
+        ("stop", C.c_char_p),
+        ("block_length", C.c_int32),
+        ("steps_per_block", C.c_int32),
+        ("threshold", C.c_double),
+        ("factor", C.c_double),
+        ("entropy_bound", C.c_double),
+        ("timestep_eps", C.c_double),
+        ("temperature", C.c_double),
+        ("seed", C.c_uint64),
+    ]
+
+
+class OpenOptions(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("engine", C.c_char_p),
+        ("engine_library", C.c_char_p),
+        ("threads", C.c_int32),
+        ("check_hashes", C.c_int32),
+    ]
+
+
+class Step(C.Structure):
+    _fields_ = [
+        ("canvas", i32p),
+        ("guess", i32p),
+        ("score", f32p),
+        ("length", C.c_int32),
+        ("block_start", C.c_int32),
+        ("block_end", C.c_int32),
+        ("nfe", C.c_int32),
+        ("committed", C.c_int32),
+        ("done", C.c_int32),
+    ]
+
+
+StepFn = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.POINTER(Step))
+PassFn = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.POINTER(Pass))
+
+
+class GenerateOptions(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("policy", C.POINTER(Policy)),
+        ("max_new_tokens", C.c_int32),
+        ("steps", C.c_int32),
+        ("on_step", StepFn),
+        ("user", C.c_void_p),
+    ]
+
+
+class Stats(C.Structure):
+    _fields_ = [
+        ("nfe", C.c_int32),
+        ("prefill_s", C.c_double),
+        ("passes_s", C.c_double),
+        ("total_s", C.c_double),
+        ("cache_bytes", C.c_uint64),
+    ]
+
+
+_message = [C.c_char_p, C.c_size_t]
+_out = C.POINTER(C.c_void_p)
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "dlm_abi_version": (C.c_uint32, []),
+    "dlm_version": (C.c_char_p, []),
+    "dlm_status_name": (C.c_char_p, [C.c_int32]),
+    "dlm_denoiser_init": (None, [C.POINTER(Denoiser)]),
+    "dlm_policy_init": (None, [C.POINTER(Policy)]),
+    "dlm_open_options_init": (None, [C.POINTER(OpenOptions)]),
+    "dlm_generate_options_init": (None, [C.POINTER(GenerateOptions)]),
+    "dlm_bundle_open": (C.c_int32, [C.c_char_p, C.POINTER(OpenOptions), *_message, _out]),
+    "dlm_bundle_from_callback": (C.c_int32, [C.POINTER(Denoiser), PassFn, C.c_void_p, *_message, _out]),
+    "dlm_bundle_destroy": (None, [C.c_void_p]),
+    "dlm_bundle_denoiser": (None, [C.c_void_p, C.POINTER(Denoiser)]),
+    "dlm_bundle_manifest": (C.c_char_p, [C.c_void_p]),
+    "dlm_bundle_engine": (C.c_char_p, [C.c_void_p]),
+    "dlm_bundle_preset": (C.c_int32, [C.c_void_p, C.c_char_p, *_message, C.POINTER(Policy)]),
+    "dlm_session_create": (C.c_int32, [C.c_void_p, *_message, _out]),
+    "dlm_session_destroy": (None, [C.c_void_p]),
+    "dlm_session_last_error": (C.c_char_p, [C.c_void_p]),
+    "dlm_session_generate": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t, C.c_size_t, C.POINTER(Stats), C.POINTER(C.c_size_t)],
+    ),
+    "dlm_session_start": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t]),
+    "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
+    "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
+    "dlm_session_logits": (
+        C.c_int32,
+        [C.c_void_p, i32p, C.c_size_t, i32p, C.c_size_t, f32p, C.c_size_t],
+    ),
+}
+
+_ERRORS: dict[int, type[DlmError]] = {
+    1: RequestError,
+    2: BundleError,
+    3: BundleError,
+    4: RequestError,
+    5: EngineError,
+    7: CancelledError,
+}
+
+
+def error(status: int, message: bytes) -> DlmError:
+    """The exception for a status that is not DLM_OK."""
+    text = message.decode("utf-8", "replace") or library().dlm_status_name(status).decode()
+    return _ERRORS.get(status, DlmError)(text)
+
+
+@functools.cache
+def library() -> C.CDLL:
+    """``libdlm_runtime``, loaded once: $DLM_RUNTIME_LIBRARY, or the one that was built with this package."""
+    chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
+    spec = importlib.util.find_spec("dlm_runtime")
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    candidates = [Path(chosen)] if chosen else [Path(folder) / "libdlm_runtime.so" for folder in folders]
+    for path in candidates:
+        if path.is_file():
+            loaded = C.CDLL(str(path))
+            break
+    else:
+        raise EngineError(
+            f"libdlm_runtime.so is not in {', '.join(str(path) for path in candidates)}: reinstall dlm-export, or set "
+            "DLM_RUNTIME_LIBRARY to its path"
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    if loaded.dlm_abi_version() != ABI_VERSION:
+        raise EngineError(f"{path} has ABI version {loaded.dlm_abi_version()}, this package needs {ABI_VERSION}")
+    return loaded
+
+
+def onnxruntime_library() -> str | None:
+    """Path of libonnxruntime in the installed onnxruntime package, found without importing it; None if there is none."""
+    spec = importlib.util.find_spec("onnxruntime")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in sorted((Path(folder) / "capi").glob("libonnxruntime.so*")):
+            return str(path)
+    return None

@@ -1,0 +1,335 @@
+"""Open a bundle and generate from it, over the C ABI.
+
+A ``Bundle`` may be shared by threads: each running request takes a native session from a pool.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlm_runtime import _native
+from dlm_runtime.errors import RequestError
+from dlm_runtime.policy import Policy
+from dlm_runtime.tokenizer import Tokenizer
+
+TEXT_FIELDS = ("select", "score", "commit", "compare", "schedule", "remask", "cache", "stop")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request. ``tokens`` is the whole canvas; ``text`` decodes what was generated, up to the first end token."""
+
+    tokens: list[int]
+    text: str | None
+    nfe: int
+    timings: dict[str, float]
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """The canvas after one step.
+
+    ``guess`` holds, where a mask token was scored but not committed, the token it would take now, else -1; ``score`` its
+    score. ``block`` is the span ``[start, end)`` being filled. ``text`` decodes the blocks finished so far. The last
+    event is ``done`` and carries ``result``.
+    """
+
+    canvas: list[int]
+    guess: list[int]
+    score: list[float]
+    block: tuple[int, int]
+    nfe: int
+    committed: int
+    text: str | None
+    done: bool
+    result: Generation | None
+
+
+class Bundle:
+    """An opened bundle. Made by ``dlm_runtime.open``; usable as a context manager."""
+
+    def __init__(self, handle: C.c_void_p, tokenizer: Tokenizer | None, default_policy: Policy | None, owned: object = None):
+        self._library = _native.library()
+        self._handle = handle
+        self._owned = owned  # what must live as long as the handle, such as a callback
+        self._lock = threading.Lock()
+        self._idle: list[C.c_void_p] = []
+        self._default_policy = default_policy
+        self.tokenizer = tokenizer
+        text = self._library.dlm_bundle_manifest(handle).decode()
+        self.manifest: dict[str, Any] = json.loads(text) if text else {}
+        info = _native.Denoiser()
+        self._library.dlm_bundle_denoiser(handle, C.byref(info))
+        self.vocab_size: int = info.vocab_size
+        self.mask_token_id: int = info.mask_token_id
+        self.max_canvas_length: int = info.max_canvas_length
+        self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[i] for i in range(info.eos_count))
+        self.engine: str = self._library.dlm_bundle_engine(handle).decode()
+
+    def close(self) -> None:
+        """Free the engine and its weights. Running requests must have ended."""
+        with self._lock:
+            while self._idle:
+                self._library.dlm_session_destroy(self._idle.pop())
+            if self._handle:
+                self._library.dlm_bundle_destroy(self._handle)
+                self._handle = C.c_void_p()
+
+    def __enter__(self) -> Bundle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def policy(self, preset: str | None = None, **changes: Any) -> Policy:
+        """A preset of this bundle (None: its default) with some fields changed. Raises BundleError, RequestError."""
+        if self._default_policy is not None and preset is None:
+            return self._default_policy.with_fields(changes)
+        native = _native.Policy()
+        self._library.dlm_policy_init(C.byref(native))
+        message = C.create_string_buffer(_native.MESSAGE_BYTES)
+        name = None if preset is None else preset.encode()
+        status = self._library.dlm_bundle_preset(self._handle, name, message, len(message), C.byref(native))
+        if status:
+            raise RequestError(message.value.decode("utf-8", "replace"))
+        values = {field.name: getattr(native, field.name) for field in fields(Policy)}
+        values |= {name: values[name].decode() for name in TEXT_FIELDS}
+        return Policy(**values).with_fields(changes)
+
+    def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        tokens: Sequence[int] | None = None,
+        chat: Sequence[Mapping[str, Any]] | None = None,
+        max_new_tokens: int = 128,
+        preset: str | None = None,
+        steps: int = 0,
+        **policy: Any,
+    ) -> Generation:
+        """Fill ``max_new_tokens`` mask tokens behind a prompt, token ids, or a chat (one of the three).
+
+        Mask tokens among ``tokens`` are filled as well. ``preset`` names one of the bundle's loops; any field of
+        ``Policy`` may be changed by name; ``steps`` plans that many passes for the whole generation, split evenly over the
+        blocks. ``timings`` are seconds: ``prefill`` (full passes that fill a cache), ``passes`` (all others), ``total``.
+
+        Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails.
+        """
+        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self.policy(preset, **policy))
+        with self._session() as session:
+            stats, length = _native.Stats(), C.c_size_t()
+            buffer = (C.c_int32 * max(1, request.capacity))(*request.given)
+            status = self._library.dlm_session_generate(
+                session, C.byref(request.options), buffer, len(request.given), request.capacity, C.byref(stats), C.byref(length)
+            )
+            self._check(status, session)
+        return request.result(list(buffer[: length.value]), stats)
+
+    def stream(
+        self,
+        *,
+        prompt: str | None = None,
+        tokens: Sequence[int] | None = None,
+        chat: Sequence[Mapping[str, Any]] | None = None,
+        max_new_tokens: int = 128,
+        preset: str | None = None,
+        steps: int = 0,
+        **policy: Any,
+    ) -> Iterator[Event]:
+        """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving the loop."""
+        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self.policy(preset, **policy))
+        return self._steps(request)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Raw logits ``[L, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens stay masked.
+
+        Row ``i`` is the network's row ``i``: for a family with shift 1 it predicts position ``i + 1``.
+        """
+        given = _token_ids(tokens)
+        length = len(given)
+        out = np.empty((length, self.vocab_size), np.float32)
+        with self._session() as session:
+            status = self._library.dlm_session_logits(
+                session,
+                (C.c_int32 * max(1, length))(*given),
+                length,
+                (C.c_int32 * max(1, length))(*range(length)),
+                length,
+                out.ctypes.data_as(_native.f32p),
+                out.size,
+            )
+            self._check(status, session)
+        return out
+
+    def _steps(self, request: _Request) -> Iterator[Event]:
+        with self._session() as session:
+            given = (C.c_int32 * max(1, len(request.given)))(*request.given)
+            self._check(self._library.dlm_session_start(session, C.byref(request.options), given, len(request.given)), session)
+            view, stats = _native.Step(), _native.Stats()
+            while not view.done:
+                self._check(self._library.dlm_session_step(session, C.byref(view)), session)
+                canvas = view.canvas[: view.length]
+                result = None
+                if view.done:
+                    self._library.dlm_session_stats(session, C.byref(stats))
+                    result = request.result(canvas, stats)
+                yield Event(
+                    canvas=canvas,
+                    guess=view.guess[: view.length],
+                    score=view.score[: view.length],
+                    block=(view.block_start, view.block_end),
+                    nfe=view.nfe,
+                    committed=view.committed,
+                    text=request.text(canvas if result else self._finished(canvas)),
+                    done=bool(view.done),
+                    result=result,
+                )
+
+    def _finished(self, canvas: list[int]) -> list[int]:
+        end = canvas.index(self.mask_token_id) if self.mask_token_id in canvas else len(canvas)
+        return canvas[:end]
+
+    def _check(self, status: int, session: C.c_void_p) -> None:
+        if status:
+            raise _native.error(status, self._library.dlm_session_last_error(session))
+
+    @contextmanager
+    def _session(self) -> Iterator[C.c_void_p]:
+        with self._lock:
+            if not self._handle:
+                raise RequestError("the bundle is closed")
+            session = self._idle.pop() if self._idle else None
+        if session is None:
+            session = C.c_void_p()
+            message = C.create_string_buffer(_native.MESSAGE_BYTES)
+            status = self._library.dlm_session_create(self._handle, message, len(message), C.byref(session))
+            if status:
+                raise _native.error(status, message.value)
+        try:
+            yield session
+        finally:
+            with self._lock:
+                self._idle.append(session)
+
+
+class _Request:
+    """A request in the C ABI's terms; keeps alive what the structs point to."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        prompt: str | None,
+        tokens: Sequence[int] | None,
+        chat: Sequence[Mapping[str, Any]] | None,
+        max_new_tokens: int,
+        steps: int,
+        policy: Policy,
+    ) -> None:
+        if sum(value is not None for value in (prompt, tokens, chat)) != 1:
+            raise RequestError("give one of prompt, tokens and chat")
+        self.bundle = bundle
+        if tokens is not None:
+            self.given = _token_ids(tokens)
+        elif bundle.tokenizer is None:
+            raise RequestError("this bundle has no tokenizer: give tokens")
+        else:
+            self.given = bundle.tokenizer.encode(prompt) if prompt is not None else bundle.tokenizer.encode_chat(chat or [])
+        for name, value in (("max_new_tokens", max_new_tokens), ("steps", steps)):
+            if not isinstance(value, int) or not 0 <= value < 1 << 24:
+                raise RequestError(f"{name} = {value!r} is not an integer in 0..{(1 << 24) - 1}")
+        self.capacity = len(self.given) + max_new_tokens
+        self.policy = native_policy(policy)
+        self.options = _native.GenerateOptions()
+        bundle._library.dlm_generate_options_init(C.byref(self.options))
+        self.options.policy = C.pointer(self.policy)
+        self.options.max_new_tokens = max_new_tokens
+        self.options.steps = steps
+
+    def result(self, canvas: list[int], stats: _native.Stats) -> Generation:
+        timings = {"prefill": stats.prefill_s, "passes": stats.passes_s, "total": stats.total_s}
+        return Generation(canvas, self.text(canvas), stats.nfe, timings, stats.cache_bytes)
+
+    def text(self, canvas: list[int]) -> str | None:
+        if self.bundle.tokenizer is None:
+            return None
+        generated = canvas[len(self.given) :] if self.capacity > len(self.given) else canvas
+        for end, token in enumerate(generated):
+            if token in self.bundle.eos_token_ids:
+                generated = generated[:end]
+                break
+        return self.bundle.tokenizer.decode(generated)
+
+
+def _token_ids(tokens: Sequence[int]) -> list[int]:
+    ids = [int(token) for token in tokens]
+    for position, token in enumerate(ids):
+        if not -(1 << 31) <= token < 1 << 31:
+            raise RequestError(f"token id {token} at position {position} is outside the vocabulary")
+    return ids
+
+
+def native_policy(policy: Policy) -> _native.Policy:
+    """The C struct of a policy. Raises RequestError for a value of the wrong type."""
+    native = _native.Policy()
+    _native.library().dlm_policy_init(C.byref(native))
+    for field in fields(Policy):
+        value = getattr(policy, field.name)
+        try:
+            setattr(native, field.name, value.encode() if field.name in TEXT_FIELDS else value)
+        except (AttributeError, TypeError) as err:
+            raise RequestError(f"policy: {field.name} = {value!r} is not of the right type") from err
+        # ctypes wraps integers around in silence.
+        if isinstance(value, int) and getattr(native, field.name) != value:
+            raise RequestError(f"policy: {field.name} = {value} is out of range")
+    return native
+
+
+def open(
+    path: str | Path,
+    *,
+    engine: str = "onnxruntime",
+    threads: int = 0,
+    library: str | Path | None = None,
+    check_hashes: bool = True,
+) -> Bundle:
+    """Open the bundle in the folder ``path``.
+
+    ``threads`` of the engine, 0 takes all cores. ``library`` is the path of libonnxruntime; None looks at
+    $DLM_ONNXRUNTIME, the installed onnxruntime package and the system, in that order. ``check_hashes=False`` compares
+    files by size only. Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine.
+    """
+    native = _native.library()
+    options = _native.OpenOptions()
+    native.dlm_open_options_init(C.byref(options))
+    if library is None and not os.environ.get("DLM_ONNXRUNTIME"):
+        library = _native.onnxruntime_library()
+    options.engine = engine.encode()
+    options.engine_library = None if library is None else os.fsencode(library)
+    options.threads = threads
+    options.check_hashes = int(check_hashes)
+    handle = C.c_void_p()
+    message = C.create_string_buffer(_native.MESSAGE_BYTES)
+    status = native.dlm_bundle_open(os.fsencode(path), C.byref(options), message, len(message), C.byref(handle))
+    if status:
+        raise _native.error(status, message.value)
+    bundle = Bundle(handle, None, None)
+    name, chat = bundle.manifest.get("tokenizer"), bundle.manifest.get("chat_template")
+    if name is not None:
+        template = None if chat is None else Path(path) / chat["file"]
+        bundle.tokenizer = Tokenizer.from_files(Path(path) / name, template, chat["special_tokens"] if chat else None)
+    return bundle

@@ -1,0 +1,121 @@
+"""Drive the native loop with a denoiser of your own: a Python function that makes the passes.
+
+Made for tests (a torch denoiser under the native loop shows loop parity apart from graph parity) and for trying a network
+that is not exported yet. Every pass crosses into Python, so it is not the fast way.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlm_runtime import _native
+from dlm_runtime.bundle import Bundle
+from dlm_runtime.policy import Policy
+
+
+@dataclass(frozen=True)
+class DenoiserInfo:
+    """What the loop must know of a denoiser."""
+
+    vocab_size: int
+    mask_token_id: int
+    max_canvas_length: int
+    eos_token_ids: tuple[int, ...] = ()
+    layers: int = 1
+    kv_heads: int = 1
+    head_size: int = 1
+    shift: int = 0
+    has_cache: bool = False
+    top_k: int = 2
+
+
+@dataclass(frozen=True)
+class CallbackPass:
+    """One pass as numpy views of the loop's memory; the callback fills every output that is not None.
+
+    ``input_ids`` and ``position_ids`` ``[T]``, ``score_rows`` ``[R]``; ``past`` ``[layers, 2, Hkv, S, D]`` as nested lists
+    of float32 views (empty when S = 0). Outputs: ``top_tokens`` int32 and ``top_probs`` float32 ``[R, K]``, ``entropy``
+    ``[R]``, ``logits`` ``[R, V]``, ``present`` as ``past`` with T rows.
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    score_rows: np.ndarray
+    past: list[tuple[np.ndarray, np.ndarray]]
+    top_tokens: np.ndarray
+    top_probs: np.ndarray
+    entropy: np.ndarray | None
+    logits: np.ndarray | None
+    present: list[tuple[np.ndarray, np.ndarray]] | None
+
+
+def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ctypeslib.as_array(pointer, shape=shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _rows(info: DenoiserInfo, keys: object, values: object, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    shape = (info.kv_heads, rows, info.head_size)
+    layers = [(C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)]  # type: ignore[index]
+    return [(_view(k, shape), _view(v, shape)) for k, v in layers]
+
+
+def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None) -> Bundle:
+    """A bundle without files whose passes ``run`` makes; ``policy`` is its default.
+
+    What ``run`` raises ends the request and is raised again from ``generate`` as the cause of an EngineError.
+    """
+    raised: list[BaseException] = []
+
+    def call(_: int, pointer: object) -> int:
+        p = pointer.contents  # type: ignore[attr-defined]
+        T, S, R = p.tokens, p.cached, p.rows
+        try:
+            run(
+                CallbackPass(
+                    input_ids=_view(p.input_ids, (T,)),
+                    position_ids=_view(p.position_ids, (T,)),
+                    score_rows=_view(p.score_rows, (R,)),
+                    past=_rows(info, p.past_keys, p.past_values, S) if S else [],
+                    top_tokens=_view(p.top_tokens, (R, info.top_k)),
+                    top_probs=_view(p.top_probs, (R, info.top_k)),
+                    entropy=_view(p.entropy, (R,)) if p.entropy else None,
+                    logits=_view(p.logits, (R, info.vocab_size)) if p.logits else None,
+                    present=_rows(info, p.present_keys, p.present_values, T) if p.present_keys else None,
+                )
+            )
+        except BaseException as err:
+            raised.append(err)
+            return 5  # DLM_ENGINE_FAILED
+        return 0
+
+    eos = (C.c_int32 * max(1, len(info.eos_token_ids)))(*info.eos_token_ids)
+    native = _native.library()
+    denoiser = _native.Denoiser()
+    native.dlm_denoiser_init(C.byref(denoiser))
+    for name in ("vocab_size", "mask_token_id", "max_canvas_length", "layers", "kv_heads", "head_size", "top_k", "shift"):
+        setattr(denoiser, name, getattr(info, name))
+    denoiser.has_cache = int(info.has_cache)
+    denoiser.eos_token_ids = C.cast(eos, _native.i32p)
+    denoiser.eos_count = len(info.eos_token_ids)
+    function = _native.PassFn(call)
+    handle = C.c_void_p()
+    message = C.create_string_buffer(_native.MESSAGE_BYTES)
+    status = native.dlm_bundle_from_callback(C.byref(denoiser), function, None, message, len(message), C.byref(handle))
+    if status:
+        raise _native.error(status, message.value)
+    return _CallbackBundle(handle, None, policy or Policy(), (function, raised))
+
+
+class _CallbackBundle(Bundle):
+    def _check(self, status: int, session: C.c_void_p) -> None:
+        raised: list[BaseException] = self._owned[1]  # type: ignore[index]
+        try:
+            super()._check(status, session)
+        except Exception as err:
+            if raised:
+                raise err from raised.pop()
+            raise

@@ -1,0 +1,66 @@
+"""What a denoising loop commits after each pass, as data, and the published loops as presets of it.
+
+The names and definitions are those of the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM
+(arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857). The native loop checks ranges
+and combinations; this module only names the fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from dlm_runtime.errors import RequestError
+
+# Names that papers and their code use for the same score.
+SCORE_ALIASES = {"maskgit_plus": "confidence", "low_confidence": "confidence", "topk_margin": "margin"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One loop. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0 makes the generation one block."""
+
+    select: str = "argmax"
+    score: str = "confidence"
+    commit: str = "static"
+    compare: str = ">="
+    schedule: str = "even"
+    remask: str = "none"
+    cache: str = "none"
+    stop: str = "eos"
+    block_length: int = 32
+    steps_per_block: int = 0
+    threshold: float = 0.9
+    factor: float = 1.0
+    entropy_bound: float = 0.1
+    timestep_eps: float = 1e-3
+    temperature: float = 0.0
+    seed: int = 0
+
+    def with_fields(self, changes: dict[str, Any]) -> Policy:
+        """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's."""
+        known = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in known]
+        if unknown:
+            raise RequestError(f"unknown policy field {unknown[0]!r}: one of {', '.join(known)}")
+        changes = dict(changes)
+        if "score" in changes:
+            changes["score"] = SCORE_ALIASES.get(changes["score"], changes["score"])
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as the manifest holds them."""
+        return asdict(self)
+
+
+PRESETS = {
+    # One token a pass in blocks of 32, surest first.
+    "llada": Policy(),
+    # Everything that is sure enough, and at least the surest; keys and values outside the block are reused.
+    "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
+    # The whole generation as one block, a share of the masks each pass that follows the noise schedule.
+    # Published at temperature 0.2 with top_p 0.95: this runtime has no sampling yet, so it runs at 0.
+    "dream": Policy(commit="timestep", score="entropy", block_length=0),
+    # Fast-dLLM's loop for denoisers that predict the next position.
+    "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
+}

@@ -1,0 +1,227 @@
+#include "bundle.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include "error.h"
+#include "json.h"
+#include "policy.h"
+#include "sha256.h"
+
+namespace dlm {
+namespace {
+
+constexpr int64_t kSchemaVersion = 1;
+constexpr size_t kManifestLimitBytes = 4 << 20;
+constexpr const char* kManifest = "manifest.json";
+
+int64_t file_bytes(const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s", path.c_str(), std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) fail(DLM_BAD_BUNDLE, "%s: not a plain file", path.c_str());
+  return info.st_size;
+}
+
+std::string read_manifest(const std::string& folder) {
+  const std::string path = folder + "/" + kManifest;
+  struct stat info {};
+  if (stat(folder.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s", folder.c_str(), std::strerror(errno));
+  if (stat(path.c_str(), &info) != 0)
+    fail(DLM_NOT_FOUND, "%s: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.", folder.c_str());
+  const int64_t bytes = file_bytes(path);
+  if (bytes > static_cast<int64_t>(kManifestLimitBytes))
+    fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for a manifest", path.c_str(), static_cast<long long>(bytes));
+  std::ifstream file(path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (!file.good() && !file.eof()) fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
+  return text;
+}
+
+// A file's name may lead down from the bundle's folder, never out of it.
+bool is_safe_name(const std::string& name) {
+  if (name.empty() || name.size() > 255 || name.front() == '/' || name.back() == '/') return false;
+  size_t start = 0;
+  while (start <= name.size()) {
+    const size_t end = std::min(name.find('/', start), name.size());
+    const std::string part = name.substr(start, end - start);
+    if (part.empty() || part == "." || part == "..") return false;
+    start = end + 1;
+  }
+  return std::all_of(name.begin(), name.end(), [](unsigned char c) { return c > ' ' && c < 127 && c != '\\'; });
+}
+
+void check_files(const json::Value& files, const std::string& folder, bool check_hashes) {
+  for (const json::Value& entry : files.members()) {
+    entry.refuse_unknown({"bytes", "sha256"});
+    if (!is_safe_name(entry.key())) entry.refuse("not a plain file name inside the bundle");
+    const std::string path = folder + "/" + entry.key();
+    const int64_t expected = entry.integer("bytes", 0, int64_t{1} << 50), found = file_bytes(path);
+    if (found != expected)
+      fail(DLM_BAD_BUNDLE, "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. Build or copy "
+           "the bundle again.", path.c_str(), static_cast<long long>(found), static_cast<long long>(expected));
+    const std::string& hash = entry.string("sha256");
+    if (hash.size() != 64) entry.at("sha256").refuse("expected 64 hexadecimal digits");
+    if (check_hashes && sha256_file_hex(path) != hash)
+      fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. Build or copy the "
+           "bundle again.", path.c_str());
+  }
+}
+
+// A file that the manifest names elsewhere must be among the checked ones.
+std::string listed(const json::Value& files, const json::Value& name) {
+  if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
+  return name.string();
+}
+
+Denoiser read_denoiser(const json::Value& root) {
+  const json::Value& d = root.object("denoiser");
+  d.refuse_unknown({"vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "mlp_size", "parameters",
+                    "max_canvas_length", "attention", "noise", "shift"});
+  if (d.string("attention") != "full") d.at("attention").refuse("this runtime runs \"full\" attention only");
+  if (d.string("noise") != "absorbing") d.at("noise").refuse("this runtime runs \"absorbing\" noise only");
+  const json::Value& tokens = root.object("tokens");
+  tokens.refuse_unknown({"mask", "eos", "pad"});
+  Denoiser out{};
+  const auto integer = [](const json::Value& object, const char* key, int64_t low, int64_t high) {
+    return static_cast<int32_t>(object.integer(key, low, high));
+  };
+  out.vocab_size = integer(d, "vocab_size", 2, 1 << 24);
+  out.layers = integer(d, "layers", 1, 1024);
+  out.kv_heads = integer(d, "kv_heads", 1, 4096);
+  out.head_size = integer(d, "head_size", 2, 4096);
+  out.max_canvas_length = integer(d, "max_canvas_length", 1, 1 << 24);
+  out.shift = integer(d, "shift", 0, 1);
+  out.has_cache = true;
+  out.mask_token_id = integer(tokens, "mask", 0, out.vocab_size - 1);
+  for (const json::Value& eos : tokens.array("eos")) {
+    out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
+    if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
+  }
+  const json::Value& graph = root.object("graph");
+  graph.refuse_unknown({"file", "opset", "top_k", "cache_dtype", "inputs", "outputs"});
+  out.top_k = integer(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
+  const std::string& dtype = graph.string("cache_dtype");
+  if (dtype != "float32" && dtype != "float16") graph.at("cache_dtype").refuse("expected \"float32\" or \"float16\"");
+  out.kv_element_bytes = dtype == "float16" ? 2 : 4;
+  return out;
+}
+
+dlm_policy read_preset(const json::Value& preset) {
+  dlm_policy policy;
+  dlm_policy_init(&policy);
+  preset.refuse_unknown({"select", "score", "commit", "compare", "schedule", "remask", "cache", "stop", "block_length",
+                         "steps_per_block", "threshold", "factor", "entropy_bound", "timestep_eps", "temperature", "seed"});
+  const auto choice = [&](const char* key, const char*& value) {
+    if (const json::Value* found = preset.find(key)) {
+      value = canonical_choice(key, found->string());
+      if (value == nullptr) found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+    }
+  };
+  const auto number = [&](const char* key, double& value) {
+    if (const json::Value* found = preset.find(key)) value = found->number(-1e300, 1e300);
+  };
+  const auto integer = [&](const char* key, int32_t& value) {
+    if (const json::Value* found = preset.find(key)) value = static_cast<int32_t>(found->integer(0, 1 << 24));
+  };
+  choice("select", policy.select);
+  choice("score", policy.score);
+  choice("commit", policy.commit);
+  choice("compare", policy.compare);
+  choice("schedule", policy.schedule);
+  choice("remask", policy.remask);
+  choice("cache", policy.cache);
+  choice("stop", policy.stop);
+  integer("block_length", policy.block_length);
+  integer("steps_per_block", policy.steps_per_block);
+  number("threshold", policy.threshold);
+  number("factor", policy.factor);
+  number("entropy_bound", policy.entropy_bound);
+  number("timestep_eps", policy.timestep_eps);
+  number("temperature", policy.temperature);
+  if (const json::Value* seed = preset.find("seed"))
+    policy.seed = static_cast<uint64_t>(seed->integer(0, INT64_MAX));
+  try {
+    check_policy(policy);
+  } catch (const Error& error) {
+    preset.refuse(error.what());
+  }
+  return policy;
+}
+
+Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes) {
+  const auto root = json::parse(text, kManifestLimitBytes);
+  const int64_t version = root->integer("schema_version", 1, INT32_MAX);
+  if (version != kSchemaVersion)
+    fail(DLM_UNSUPPORTED, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
+         static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
+  root->refuse_unknown({"schema_version", "producer", "family", "architecture", "denoiser", "tokens", "graph", "precision",
+                        "target", "presets", "default_preset", "tokenizer", "chat_template", "files"});
+  Manifest manifest;
+  manifest.text = text;
+  manifest.denoiser = read_denoiser(*root);
+  const json::Value& presets = root->object("presets");
+  for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
+  manifest.default_preset = root->string("default_preset");
+  if (presets.find(manifest.default_preset) == nullptr) root->at("default_preset").refuse("is not one of presets");
+  const json::Value& files = root->object("files");
+  if (const json::Value* name = root->find("tokenizer"); name != nullptr && !name->is_null()) listed(files, *name);
+  if (const json::Value* chat = root->find("chat_template"); chat != nullptr && !chat->is_null()) {
+    chat->refuse_unknown({"file", "special_tokens"});
+    listed(files, chat->at("file"));
+    for (const json::Value& token : chat->object("special_tokens").members()) token.string();
+  }
+  const Denoiser& d = manifest.denoiser;
+  manifest.graph = {folder + "/" + listed(files, root->object("graph").at("file")),
+                    d.vocab_size, d.layers, d.kv_heads, d.head_size, d.top_k, d.kv_element_bytes == 2};
+  check_files(files, folder, check_hashes);
+  return manifest;
+}
+
+}  // namespace
+
+Manifest read_bundle(const std::string& path, bool check_hashes) {
+  std::string folder = path;
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  const std::string text = read_manifest(folder);
+  try {
+    return interpret(text, folder, check_hashes);
+  } catch (const Error& error) {
+    const std::string message = error.what();
+    // Errors about a file start with its path already; those about the manifest's text do not.
+    if (message.compare(0, folder.size(), folder) == 0) throw;
+    throw Error(error.status(), folder + "/" + kManifest + ": " + message);
+  }
+}
+
+Denoiser check_denoiser(const dlm_denoiser& d) {
+  const auto in_range = [](const char* name, int32_t value, int32_t low, int32_t high) {
+    if (value < low || value > high)
+      fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: %s = %d is outside %d..%d", name, value, low, high);
+  };
+  in_range("vocab_size", d.vocab_size, 2, 1 << 24);
+  in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size - 1);
+  in_range("max_canvas_length", d.max_canvas_length, 1, 1 << 24);
+  in_range("layers", d.layers, 1, 1024);
+  in_range("kv_heads", d.kv_heads, 1, 4096);
+  in_range("head_size", d.head_size, 1, 4096);
+  in_range("top_k", d.top_k, 2, 64);
+  in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
+  in_range("shift", d.shift, 0, 1);
+  if (d.eos_count > 0 && d.eos_token_ids == nullptr) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
+  if (d.eos_count > 1024) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_count = %zu is outside 0..1024", d.eos_count);
+  Denoiser out{d.vocab_size, d.mask_token_id, d.max_canvas_length, d.layers, d.kv_heads, d.head_size, d.top_k,
+               d.kv_element_bytes, d.shift, d.has_cache != 0, {}};
+  for (size_t i = 0; i < d.eos_count; ++i) {
+    in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);
+    if (d.eos_token_ids[i] == d.mask_token_id) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: an end token is the mask token");
+    out.eos_token_ids.push_back(d.eos_token_ids[i]);
+  }
+  return out;
+}
+
+}  // namespace dlm

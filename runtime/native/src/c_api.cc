@@ -1,0 +1,374 @@
+// The C ABI over the core: argument checks, handles, and the wall that no exception crosses.
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bundle.h"
+#include "dlm_runtime.h"
+#include "engine.h"
+#include "error.h"
+#include "loop.h"
+#include "policy.h"
+
+struct dlm_bundle {
+  dlm::Manifest manifest;
+  std::unique_ptr<dlm::Engine> engine;
+  std::string engine_description;
+};
+
+struct dlm_session {
+  explicit dlm_session(dlm_bundle& opened) : bundle(opened) {}
+
+  dlm_bundle& bundle;
+  dlm::Buffers buffers;
+  std::optional<dlm::Request> request;
+  std::string last_error;
+};
+
+namespace {
+
+void copy_message(const char* text, char* message, size_t capacity) {
+  if (message == nullptr || capacity == 0) return;
+  std::strncpy(message, text, capacity - 1);
+  message[capacity - 1] = '\0';
+}
+
+// Runs `body`; what it throws becomes a status, and its sentence goes to `report`.
+template <typename Body, typename Report>
+dlm_status guarded(Body body, Report report) noexcept {
+  try {
+    try {
+      body();
+      return DLM_OK;
+    } catch (const dlm::Error& error) {
+      report(error.what());
+      return error.status();
+    } catch (const std::bad_alloc&) {
+      report("out of memory");
+      return DLM_OUT_OF_MEMORY;
+    } catch (const std::exception& error) {
+      report(error.what());
+      return DLM_INTERNAL;
+    }
+  } catch (...) {
+    return DLM_OUT_OF_MEMORY;  // only a message that found no memory comes here
+  }
+}
+
+template <typename Body>
+dlm_status guarded(char* message, size_t capacity, Body body) noexcept {
+  copy_message("", message, capacity);
+  return guarded(body, [&](const char* text) { copy_message(text, message, capacity); });
+}
+
+template <typename Body>
+dlm_status guarded(dlm_session* session, Body body) noexcept {
+  if (session == nullptr) return DLM_INVALID_ARGUMENT;
+  session->last_error.clear();
+  return guarded(body, [&](const char* text) { session->last_error = text; });
+}
+
+template <typename Struct>
+void check_struct(const Struct& options, const char* name) {
+  if (options.struct_size != sizeof(Struct))
+    dlm::fail(DLM_INVALID_ARGUMENT, "%s: struct_size is %zu, expected %zu: start from %s_init", name, options.struct_size,
+              sizeof(Struct), name);
+}
+
+void require(const void* pointer, const char* name) {
+  if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
+}
+
+std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* tokens, size_t count, int32_t new_tokens) {
+  if (count > 0) require(tokens, "tokens");
+  if (new_tokens < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative", new_tokens);
+  const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
+  const size_t length = count + static_cast<size_t>(new_tokens);
+  if (count > longest || length > longest)
+    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu", length,
+              count, new_tokens, longest);
+  if (length == 0) dlm::fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
+  std::vector<int32_t> canvas(length, denoiser.mask_token_id);
+  for (size_t i = 0; i < count; ++i) {
+    if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)
+      dlm::fail(DLM_INVALID_ARGUMENT, "token id %d at position %zu is outside the vocabulary (0..%d)", tokens[i], i,
+                denoiser.vocab_size - 1);
+    canvas[i] = tokens[i];
+  }
+  return canvas;
+}
+
+void start(dlm_session& session, const dlm_generate_options* options, const int32_t* tokens, size_t count) {
+  session.request.reset();
+  require(options, "options");
+  check_struct(*options, "dlm_generate_options");
+  const dlm::Manifest& manifest = session.bundle.manifest;
+  dlm_policy fallback;
+  dlm_policy_init(&fallback);
+  for (const auto& [name, preset] : manifest.presets)
+    if (name == manifest.default_preset) fallback = preset;
+  const dlm::Policy policy = dlm::check_policy(options->policy != nullptr ? *options->policy : fallback);
+  if (options->steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", options->steps);
+  session.request.emplace(manifest.denoiser, policy,
+                          check_canvas(manifest.denoiser, tokens, count, options->max_new_tokens), options->steps);
+}
+
+void step(dlm_session& session) {
+  if (!session.request) dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
+  try {
+    session.request->step(*session.bundle.engine, session.buffers);
+  } catch (...) {
+    session.request.reset();
+    throw;
+  }
+}
+
+}  // namespace
+
+uint32_t dlm_abi_version(void) { return DLM_ABI_VERSION; }
+
+const char* dlm_version(void) { return DLM_VERSION; }
+
+const char* dlm_status_name(dlm_status status) {
+  switch (status) {
+    case DLM_OK: return "OK";
+    case DLM_INVALID_ARGUMENT: return "INVALID_ARGUMENT";
+    case DLM_NOT_FOUND: return "NOT_FOUND";
+    case DLM_BAD_BUNDLE: return "BAD_BUNDLE";
+    case DLM_UNSUPPORTED: return "UNSUPPORTED";
+    case DLM_ENGINE_FAILED: return "ENGINE_FAILED";
+    case DLM_OUT_OF_MEMORY: return "OUT_OF_MEMORY";
+    case DLM_CANCELLED: return "CANCELLED";
+    case DLM_INTERNAL: return "INTERNAL";
+    default: return "unknown status";
+  }
+}
+
+void dlm_denoiser_init(dlm_denoiser* denoiser) {
+  if (denoiser == nullptr) return;
+  *denoiser = {};
+  denoiser->struct_size = sizeof *denoiser;
+  denoiser->top_k = 2;
+  denoiser->kv_element_bytes = 4;
+}
+
+void dlm_policy_init(dlm_policy* policy) {
+  if (policy == nullptr) return;
+  *policy = {};
+  policy->struct_size = sizeof *policy;
+  policy->select = "argmax";
+  policy->score = "confidence";
+  policy->commit = "static";
+  policy->compare = ">=";
+  policy->schedule = "even";
+  policy->remask = "none";
+  policy->cache = "none";
+  policy->stop = "eos";
+  policy->block_length = 32;
+  policy->threshold = 0.9;
+  policy->factor = 1.0;
+  policy->entropy_bound = 0.1;
+  policy->timestep_eps = 1e-3;
+}
+
+void dlm_open_options_init(dlm_open_options* options) {
+  if (options == nullptr) return;
+  *options = {};
+  options->struct_size = sizeof *options;
+  options->engine = "onnxruntime";
+  options->check_hashes = 1;
+}
+
+void dlm_generate_options_init(dlm_generate_options* options) {
+  if (options == nullptr) return;
+  *options = {};
+  options->struct_size = sizeof *options;
+  options->max_new_tokens = 128;
+}
+
+dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message, size_t message_capacity,
+                           dlm_bundle** bundle) {
+  if (bundle != nullptr) *bundle = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(path, "path");
+    dlm_open_options chosen;
+    dlm_open_options_init(&chosen);
+    if (options != nullptr) {
+      check_struct(*options, "dlm_open_options");
+      chosen = *options;
+    }
+    if (chosen.engine == nullptr || std::strcmp(chosen.engine, "onnxruntime") != 0)
+      dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: onnxruntime", chosen.engine == nullptr ? "" : chosen.engine);
+    if (chosen.threads < 0 || chosen.threads > 4096)
+      dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", chosen.threads);
+    auto opened = std::make_unique<dlm_bundle>();
+    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0);
+    const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
+    opened->engine = dlm::open_onnxruntime(opened->manifest.graph, library, chosen.threads);
+    opened->engine_description = opened->engine->description();
+    *bundle = opened.release();
+  });
+}
+
+dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run, void* user, char* message,
+                                    size_t message_capacity, dlm_bundle** bundle) {
+  if (bundle != nullptr) *bundle = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(denoiser, "denoiser");
+    if (run == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "run is NULL");
+    check_struct(*denoiser, "dlm_denoiser");
+    auto opened = std::make_unique<dlm_bundle>();
+    opened->manifest.denoiser = dlm::check_denoiser(*denoiser);
+    opened->engine = dlm::make_callback(run, user);
+    opened->engine_description = opened->engine->description();
+    *bundle = opened.release();
+  });
+}
+
+void dlm_bundle_destroy(dlm_bundle* bundle) { delete bundle; }
+
+void dlm_bundle_denoiser(const dlm_bundle* bundle, dlm_denoiser* denoiser) {
+  if (bundle == nullptr || denoiser == nullptr) return;
+  const dlm::Denoiser& d = bundle->manifest.denoiser;
+  dlm_denoiser_init(denoiser);
+  denoiser->vocab_size = d.vocab_size;
+  denoiser->mask_token_id = d.mask_token_id;
+  denoiser->max_canvas_length = d.max_canvas_length;
+  denoiser->layers = d.layers;
+  denoiser->kv_heads = d.kv_heads;
+  denoiser->head_size = d.head_size;
+  denoiser->top_k = d.top_k;
+  denoiser->kv_element_bytes = d.kv_element_bytes;
+  denoiser->shift = d.shift;
+  denoiser->has_cache = d.has_cache ? 1 : 0;
+  denoiser->eos_token_ids = d.eos_token_ids.data();
+  denoiser->eos_count = d.eos_token_ids.size();
+}
+
+const char* dlm_bundle_manifest(const dlm_bundle* bundle) { return bundle == nullptr ? "" : bundle->manifest.text.c_str(); }
+
+const char* dlm_bundle_engine(const dlm_bundle* bundle) {
+  return bundle == nullptr ? "" : bundle->engine_description.c_str();
+}
+
+dlm_status dlm_bundle_preset(const dlm_bundle* bundle, const char* name, char* message, size_t message_capacity,
+                             dlm_policy* policy) {
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(policy, "policy");
+    check_struct(*policy, "dlm_policy");
+    const std::string wanted = name == nullptr ? bundle->manifest.default_preset : name;
+    std::string known;
+    for (const auto& [preset, fields] : bundle->manifest.presets) {
+      if (preset == wanted) {
+        *policy = fields;
+        return;
+      }
+      known += (known.empty() ? "" : ", ") + preset;
+    }
+    dlm::fail(DLM_NOT_FOUND, "preset \"%.40s\" is not one of this bundle's: %s", wanted.c_str(),
+              known.empty() ? "it has none" : known.c_str());
+  });
+}
+
+dlm_status dlm_session_create(dlm_bundle* bundle, char* message, size_t message_capacity, dlm_session** session) {
+  if (session != nullptr) *session = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(session, "session");
+    require(bundle, "bundle");
+    *session = new dlm_session(*bundle);
+  });
+}
+
+void dlm_session_destroy(dlm_session* session) { delete session; }
+
+const char* dlm_session_last_error(const dlm_session* session) {
+  return session == nullptr ? "session is NULL" : session->last_error.c_str();
+}
+
+dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options* options, int32_t* tokens, size_t count,
+                                size_t capacity, dlm_stats* stats, size_t* length) {
+  if (length != nullptr) *length = 0;
+  return guarded(session, [&] {
+    require(length, "length");
+    start(*session, options, tokens, count);
+    const size_t needed = session->request->canvas().size();
+    if (capacity < needed) {
+      session->request.reset();
+      dlm::fail(DLM_INVALID_ARGUMENT, "capacity = %zu holds fewer tokens than the canvas of %zu", capacity, needed);
+    }
+    require(tokens, "tokens");
+    while (!session->request->done()) {
+      step(*session);
+      if (options->on_step == nullptr) continue;
+      const dlm_step view = session->request->view();
+      if (options->on_step(options->user, &view) != 0) {
+        session->request.reset();
+        dlm::fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
+      }
+    }
+    const auto& canvas = session->request->canvas();
+    std::memcpy(tokens, canvas.data(), canvas.size() * sizeof(int32_t));
+    if (stats != nullptr) *stats = session->request->stats();
+    *length = canvas.size();
+  });
+}
+
+dlm_status dlm_session_start(dlm_session* session, const dlm_generate_options* options, const int32_t* tokens,
+                             size_t count) {
+  return guarded(session, [&] { start(*session, options, tokens, count); });
+}
+
+dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
+  if (view != nullptr) *view = {};
+  return guarded(session, [&] {
+    require(view, "step");
+    step(*session);
+    *view = session->request->view();
+  });
+}
+
+void dlm_session_stats(const dlm_session* session, dlm_stats* stats) {
+  if (stats == nullptr) return;
+  *stats = session != nullptr && session->request ? session->request->stats() : dlm_stats{};
+}
+
+dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count, const int32_t* rows,
+                              size_t row_count, float* logits, size_t capacity) {
+  return guarded(session, [&] {
+    session->request.reset();
+    const dlm::Denoiser& denoiser = session->bundle.manifest.denoiser;
+    const std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, 0);
+    require(rows, "rows");
+    require(logits, "logits");
+    const auto width = static_cast<size_t>(denoiser.vocab_size);
+    if (row_count == 0 || row_count > count || capacity / width < row_count)
+      dlm::fail(DLM_INVALID_ARGUMENT, "row_count = %zu must be in 1..%zu with a capacity of %zu floats a row", row_count, count,
+                width);
+    dlm::Buffers& buffers = session->buffers;
+    dlm_pass pass = dlm::prepare_pass(canvas, 0, static_cast<int32_t>(count), buffers);
+    buffers.score_rows.assign(rows, rows + row_count);
+    for (const int64_t row : buffers.score_rows)
+      if (row < 0 || row >= static_cast<int64_t>(count))
+        dlm::fail(DLM_INVALID_ARGUMENT, "row %lld is outside the canvas (0..%zu)", static_cast<long long>(row), count - 1);
+    buffers.top_tokens.resize(row_count * static_cast<size_t>(denoiser.top_k));
+    buffers.top_probs.resize(buffers.top_tokens.size());
+    buffers.past_keys.assign(static_cast<size_t>(denoiser.layers), nullptr);
+    buffers.past_values.assign(static_cast<size_t>(denoiser.layers), nullptr);
+    pass.rows = static_cast<int32_t>(row_count);
+    pass.layers = denoiser.layers;
+    pass.score_rows = buffers.score_rows.data();
+    pass.top_tokens = buffers.top_tokens.data();
+    pass.top_probs = buffers.top_probs.data();
+    pass.past_keys = buffers.past_keys.data();
+    pass.past_values = buffers.past_values.data();
+    pass.logits = logits;
+    session->bundle.engine->run(pass);
+  });
+}

@@ -1,0 +1,32 @@
+// The one exception of the core: a status for the C ABI and a sentence for a person.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+#include "dlm_runtime.h"
+
+namespace dlm {
+
+class Error : public std::runtime_error {
+ public:
+  Error(dlm_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
+  dlm_status status() const noexcept { return status_; }
+
+ private:
+  dlm_status status_;
+};
+
+// Throws Error(status, printf-formatted message).
+[[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(dlm_status status, const char* format, ...) {
+  char message[1024];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(message, sizeof message, format, arguments);
+  va_end(arguments);
+  throw Error(status, message);
+}
+
+}  // namespace dlm

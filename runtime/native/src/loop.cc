@@ -1,0 +1,267 @@
+#include "loop.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "error.h"
+#include "random.h"
+
+namespace dlm {
+namespace {
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// Bytes of one layer's keys (or values) over `rows` positions.
+size_t layer_bytes(const Denoiser& d, int32_t rows) {
+  return static_cast<size_t>(d.kv_heads) * static_cast<size_t>(rows) * static_cast<size_t>(d.head_size) *
+         static_cast<size_t>(d.kv_element_bytes);
+}
+
+// Cuts one allocation into keys and values of every layer.
+template <typename Pointer>
+void lay_out(std::vector<std::byte>& storage, size_t bytes, int32_t layers, std::vector<Pointer>& keys,
+             std::vector<Pointer>& values) {
+  const auto count = static_cast<size_t>(layers);
+  if (storage.size() < 2 * count * bytes) storage.resize(2 * count * bytes);
+  keys.resize(count);
+  values.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    keys[i] = storage.data() + 2 * i * bytes;
+    values[i] = storage.data() + (2 * i + 1) * bytes;
+  }
+}
+
+// Copies the rows outside [first, last) of `present` [kv_heads, length, head_size] into `past`, which they fill.
+void copy_outside(const Denoiser& d, int32_t length, int32_t first, int32_t last, const void* present, void* past) {
+  const size_t row = static_cast<size_t>(d.head_size) * static_cast<size_t>(d.kv_element_bytes);
+  const size_t before = static_cast<size_t>(first) * row, behind = static_cast<size_t>(length - last) * row;
+  const auto* from = static_cast<const std::byte*>(present);
+  auto* to = static_cast<std::byte*>(past);
+  for (int32_t head = 0; head < d.kv_heads; ++head) {
+    std::memcpy(to, from, before);
+    std::memcpy(to + before, from + static_cast<size_t>(last) * row, behind);
+    to += before + behind;
+    from += static_cast<size_t>(length) * row;
+  }
+}
+
+}  // namespace
+
+dlm_pass prepare_pass(const std::vector<int32_t>& canvas, int32_t first, int32_t last, Buffers& buffers) {
+  buffers.input_ids.assign(canvas.begin() + first, canvas.begin() + last);
+  buffers.position_ids.resize(static_cast<size_t>(last - first));
+  for (int32_t i = first; i < last; ++i) buffers.position_ids[static_cast<size_t>(i - first)] = i;
+  dlm_pass pass{};
+  pass.tokens = last - first;
+  pass.input_ids = buffers.input_ids.data();
+  pass.position_ids = buffers.position_ids.data();
+  return pass;
+}
+
+Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps)
+    : denoiser_(denoiser), policy_(policy), canvas_(std::move(canvas)) {
+  if (policy_.cache != Cache::none && !denoiser_.has_cache)
+    fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
+  const auto length = static_cast<int32_t>(canvas_.size());
+  is_given_.resize(canvas_.size());
+  int32_t origin = length;  // blocks are counted from the first position that is not given
+  for (int32_t i = length - 1; i >= 0; --i) {
+    is_given_[static_cast<size_t>(i)] = canvas_[static_cast<size_t>(i)] != denoiser_.mask_token_id;
+    if (!is_given_[static_cast<size_t>(i)]) origin = i;
+  }
+  const int32_t block_length = policy_.block_length > 0 ? policy_.block_length : std::max(1, length - origin);
+  const int32_t count = static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
+  if (steps > 0 && steps < count)
+    fail(DLM_INVALID_ARGUMENT, "steps = %d is fewer than the %d blocks of %d tokens: every block takes a step", steps, count,
+         block_length);
+  for (int32_t number = 0; number < count; ++number) {
+    Block block{};
+    block.start = origin + number * block_length;
+    block.end = static_cast<int32_t>(std::min<int64_t>(int64_t{block.start} + block_length, length));
+    for (int32_t i = block.start; i < block.end; ++i) block.masked += is_given_[static_cast<size_t>(i)] ? 0 : 1;
+    block.steps = steps > 0                      ? even_count(steps, number, count)
+                  : policy_.steps_per_block > 0 ? policy_.steps_per_block
+                                                 : block_length;
+    if (block.masked > 0) blocks_.push_back(block);
+  }
+  guess_.assign(canvas_.size(), -1);
+  score_.assign(canvas_.size(), 0.0f);
+}
+
+Request::Range Request::range(bool is_full) const {
+  const Block& block = blocks_[block_];
+  const auto length = static_cast<int32_t>(canvas_.size());
+  if (is_full) return {0, length};
+  return {block.start, policy_.cache == Cache::prefix ? length : block.end};
+}
+
+void Request::step(Engine& engine, Buffers& buffers) {
+  if (done()) return;
+  const Stopwatch total(stats_.total_s);
+  const Block& block = blocks_[block_];
+  positions_.clear();
+  for (int32_t i = block.start; i < block.end; ++i)
+    if (canvas_[static_cast<size_t>(i)] == denoiser_.mask_token_id) positions_.push_back(i);
+  const bool is_full = block_step_ == 0 || policy_.cache == Cache::none;
+  run_pass(engine, buffers, range(is_full), is_full);
+  score(buffers, is_full);
+  commit(buffers);
+  ++block_step_;
+  view_start_ = block.start;
+  view_end_ = block.end;
+  if (committed_ == static_cast<int32_t>(positions_.size())) finish_block();
+}
+
+void Request::run_pass(Engine& engine, Buffers& buffers, Range range, bool is_full) {
+  const auto length = static_cast<int32_t>(canvas_.size());
+  dlm_pass pass = prepare_pass(canvas_, range.first, range.last, buffers);
+  pass.cached = length - pass.tokens;
+  pass.rows = static_cast<int32_t>(positions_.size());
+  pass.layers = denoiser_.layers;
+  buffers.score_rows.resize(positions_.size());
+  for (size_t i = 0; i < positions_.size(); ++i)
+    buffers.score_rows[i] = std::max(positions_[i] - denoiser_.shift, 0) - range.first;
+  const auto candidates = positions_.size() * static_cast<size_t>(denoiser_.top_k);
+  buffers.top_tokens.resize(candidates);
+  buffers.top_probs.resize(candidates);
+  buffers.entropy.resize(positions_.size());
+  pass.score_rows = buffers.score_rows.data();
+  pass.top_tokens = buffers.top_tokens.data();
+  pass.top_probs = buffers.top_probs.data();
+  pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
+  const size_t full_bytes = layer_bytes(denoiser_, length), past_bytes = layer_bytes(denoiser_, pass.cached);
+  if (is_full && policy_.cache != Cache::none) {
+    lay_out(buffers.present, full_bytes, denoiser_.layers, buffers.present_keys, buffers.present_values);
+    pass.present_keys = buffers.present_keys.data();
+    pass.present_values = buffers.present_values.data();
+    past_is_current_ = false;
+  } else if (!is_full) {
+    if (!past_is_current_) {
+      lay_out(buffers.past, past_bytes, denoiser_.layers, buffers.past_keys, buffers.past_values);
+      for (size_t i = 0; i < buffers.past_keys.size(); ++i) {
+        const auto copy = [&](const void* present, const void* past) {
+          copy_outside(denoiser_, length, range.first, range.last, present, const_cast<void*>(past));
+        };
+        copy(buffers.present_keys[i], buffers.past_keys[i]);
+        copy(buffers.present_values[i], buffers.past_values[i]);
+      }
+      past_is_current_ = true;
+    }
+    const uint64_t held = 2 * static_cast<uint64_t>(denoiser_.layers) * (full_bytes + past_bytes);
+    stats_.cache_bytes = std::max(stats_.cache_bytes, held);
+  }
+  pass.past_keys = buffers.past_keys.data();
+  pass.past_values = buffers.past_values.data();
+  if (pass.cached == 0) {
+    buffers.past_keys.assign(static_cast<size_t>(denoiser_.layers), nullptr);
+    buffers.past_values.assign(static_cast<size_t>(denoiser_.layers), nullptr);
+    pass.past_keys = buffers.past_keys.data();
+    pass.past_values = buffers.past_values.data();
+  }
+  {
+    const Stopwatch timer(is_full && policy_.cache != Cache::none ? stats_.prefill_s : stats_.passes_s);
+    engine.run(pass);
+  }
+  ++stats_.nfe;
+}
+
+void Request::score(Buffers& buffers, bool is_full) {
+  const auto top_k = static_cast<size_t>(denoiser_.top_k);
+  buffers.scores.resize(positions_.size());
+  for (size_t i = 0; i < positions_.size(); ++i) {
+    const int32_t token = buffers.top_tokens[i * top_k];
+    const float best = buffers.top_probs[i * top_k], second = buffers.top_probs[i * top_k + 1];
+    if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
+      fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[i]);
+    double& score = buffers.scores[i];
+    switch (policy_.score) {
+      case Score::confidence:
+        score = best;
+        break;
+      case Score::margin:
+        score = best - second;
+        break;
+      case Score::entropy:
+        score = buffers.entropy[i];
+        break;
+      case Score::random:
+        score = random_score(policy_.seed, static_cast<uint32_t>(stats_.nfe - 1), static_cast<uint32_t>(positions_[i]));
+        break;
+    }
+    if (!std::isfinite(best) || !std::isfinite(score))
+      fail(DLM_ENGINE_FAILED,
+           "the denoiser's prediction at position %d is not finite: weights are damaged, or overflow at this precision",
+           positions_[i]);
+  }
+  // Cached passes of a shifted denoiser lack the row before the block, which predicts its first position: that position
+  // is taken as sure in the full pass, so that it commits there.
+  const bool is_first_masked = positions_[0] == blocks_[block_].start;
+  if (is_full && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_masked)
+    buffers.scores[0] = policy_.score == Score::entropy ? 0.0 : 1.0;
+}
+
+void Request::commit(Buffers& buffers) {
+  const Block& block = blocks_[block_];
+  const auto masked = static_cast<int32_t>(positions_.size());
+  const int32_t planned = policy_.commit == Commit::timestep
+                              ? timestep_count(masked, block_step_, block.steps, policy_.timestep_eps)
+                              : even_count(block.masked, block_step_, block.steps);
+  committed_ = choose(policy_, buffers.scores, planned, buffers.order);
+  std::fill(guess_.begin(), guess_.end(), -1);
+  std::fill(score_.begin(), score_.end(), 0.0f);
+  for (size_t rank = 0; rank < buffers.order.size(); ++rank) {
+    const auto row = static_cast<size_t>(buffers.order[rank]);
+    const auto position = static_cast<size_t>(positions_[row]);
+    const int32_t token = buffers.top_tokens[row * static_cast<size_t>(denoiser_.top_k)];
+    if (rank < static_cast<size_t>(committed_)) {
+      canvas_[position] = token;
+    } else {
+      guess_[position] = token;
+      score_[position] = static_cast<float>(buffers.scores[row]);
+    }
+  }
+}
+
+void Request::finish_block() {
+  const Block& block = blocks_[block_];
+  const auto& eos = denoiser_.eos_token_ids;
+  ++block_;
+  block_step_ = 0;
+  past_is_current_ = false;
+  if (!policy_.stop_at_eos) return;
+  for (int32_t i = block.start; i < block.end; ++i) {
+    const auto at = static_cast<size_t>(i);
+    if (is_given_[at] || std::find(eos.begin(), eos.end(), canvas_[at]) == eos.end()) continue;
+    std::replace(canvas_.begin(), canvas_.end(), denoiser_.mask_token_id, eos.front());
+    block_ = blocks_.size();
+    return;
+  }
+}
+
+dlm_step Request::view() const {
+  dlm_step step{};
+  step.canvas = canvas_.data();
+  step.guess = guess_.data();
+  step.score = score_.data();
+  step.length = static_cast<int32_t>(canvas_.size());
+  step.block_start = view_start_;
+  step.block_end = view_end_;
+  step.nfe = stats_.nfe;
+  step.committed = committed_;
+  step.done = done() ? 1 : 0;
+  return step;
+}
+
+}  // namespace dlm
