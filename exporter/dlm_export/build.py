@@ -148,7 +148,7 @@ def build(
     return report
 
 
-PROMPT_COUNT, PROMPT_LENGTH, NEW_TOKENS = 2, 12, 16  # of the check at the end of a build
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
 
 
 def check_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
@@ -173,10 +173,9 @@ def check(
         presets = {name: opened.policy(name) for name in opened.manifest["presets"]}
         precision = opened.manifest["precision"]["name"]
         limit = opened.max_canvas_length
+        prompts = prompts or verify.random_prompts(opened, PROMPT_COUNT, seed)
         _check_same_denoiser(folder, opened.manifest, capabilities)
     denoiser = families.load(families.Weights(checkpoint, capabilities), capabilities)
-    length = max(1, min(PROMPT_LENGTH, limit // 2))
-    prompts = prompts or verify.random_prompts(denoiser, PROMPT_COUNT, length, seed)
     longest = max(len(prompt) for prompt in prompts)
     max_new_tokens = min(max_new_tokens, limit - longest)
     if max_new_tokens < 1:

@@ -18,6 +18,7 @@ from dlm_export import reference
 from dlm_export.denoiser import Denoiser
 from dlm_runtime import Bundle, Policy
 
+PROMPT_LENGTH = 12  # tokens of a random prompt
 ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
 
 
@@ -131,11 +132,12 @@ def make_cases(bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int
     return cases
 
 
-def random_prompts(denoiser: Denoiser, count: int, length: int, seed: int) -> list[list[int]]:
-    """Seeded prompts of random ids without special ones."""
-    c = denoiser.capabilities
+def random_prompts(bundle: Bundle, count: int, seed: int) -> list[list[int]]:
+    """Seeded prompts of random ids without special ones, at most ``PROMPT_LENGTH`` and half a canvas long."""
     rng = np.random.default_rng(seed)
-    return [random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist() for _ in range(count)]
+    length = max(1, min(PROMPT_LENGTH, bundle.max_canvas_length // 2))
+    special = (bundle.mask_token_id, *bundle.eos_token_ids)
+    return [random_tokens(length, bundle.vocab_size, special, rng).tolist() for _ in range(count)]
 
 
 @torch.no_grad()

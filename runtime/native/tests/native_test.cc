@@ -1,0 +1,260 @@
+// Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback engine.
+//
+// The core's classes are hidden in the library, so this program is compiled together with their sources. Prints
+// "N passed, N failed"; the exit status is 1 if one failed.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "error.h"
+#include "json.h"
+#include "sha256.h"
+
+namespace {
+
+struct Tally {
+  int passed = 0, failed = 0;
+  void note(bool holds, const char* file, int line, const std::string& what) {
+    ++(holds ? passed : failed);
+    if (!holds) std::printf("%s:%d: failed: %s\n", file, line, what.c_str());
+  }
+};
+
+#define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
+// That code throws Error(status) with a message that is exactly `message`, or contains it where it starts with "...".
+#define CHECK_ERROR(code, status, message) check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
+
+void check_error(Tally& tally, const char* file, int line, const std::function<void()>& code, dlm_status status,
+                 const std::string& message) {
+  try {
+    code();
+    tally.note(false, file, line, "nothing was thrown, expected: " + message);
+  } catch (const dlm::Error& error) {
+    const std::string said = error.what();
+    const bool fits = message.compare(0, 3, "...") == 0 ? said.find(message.substr(3)) != std::string::npos : said == message;
+    tally.note(fits && error.status() == status, file, line, "got " + std::to_string(error.status()) + " " + said);
+  }
+}
+
+constexpr size_t kLimit = 1 << 20;
+
+std::unique_ptr<const dlm::json::Value> parse(const std::string& text) { return dlm::json::parse(text, kLimit); }
+
+const char kManifest[] = R"({
+  "schema_version": 1,
+  "denoiser": {"layers": 28, "rope": 1e6, "eps": -1.5E-06, "name": "LLaDA \u00e9 \ud83d\ude00 \"x\" \\ \/ \n", "shift": false,
+               "eos": [126081, 126348, -0], "none": null},
+  "presets": [{"name": "fast", "threshold": 0.9}, {"name": "größe", "threshold": 0.25, "seed": 9223372036854775807}],
+  "files": {"denoiser.onnx": {"bytes": 18446744073709551615, "sha256": "00ff"}}, "empty": {}, "nothing": [], "": 0
+}
+)";
+
+void test_json_values(Tally& tally) {
+  const auto root = parse(kManifest);
+  const dlm::json::Value& denoiser = root->object("denoiser");
+  CHECK(root->integer("schema_version", 1, 1) == 1);
+  CHECK(denoiser.integer("layers", 1, 65536) == 28);
+  CHECK(denoiser.number("layers", 0, 100) == 28.0);
+  CHECK(denoiser.number("rope", 0, 1e9) == 1e6);
+  CHECK(denoiser.number("eps", -1, 1) == -1.5e-6);
+  CHECK(denoiser.string("name") == "LLaDA \xc3\xa9 \xf0\x9f\x98\x80 \"x\" \\ / \n");
+  CHECK(!denoiser.boolean("shift"));
+  CHECK(denoiser.at("none").is_null());
+  CHECK(denoiser.find("absent") == nullptr);
+  CHECK(denoiser.array("eos").size() == 3 && denoiser.array("eos")[2].integer(0, 0) == 0);
+  CHECK(root->array("presets")[1].integer("seed", 0, INT64_MAX) == INT64_MAX);
+  CHECK(root->object("empty").members().empty() && root->array("nothing").empty());
+  CHECK(root->members()[3].key() == "files" && root->members()[3].line() == 6);
+  CHECK(parse("  \"x\"\t\r\n")->string() == "x");
+  CHECK(parse("[" + std::string(2 * (dlm::json::kMaxDepth - 1), ' ') + "]")->elements().empty());
+  CHECK(parse(std::string(64, '[') + "1" + std::string(64, ']'))->elements().size() == 1);
+  CHECK(parse("\"\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf\\u0001\"")->string().size() == 11);
+}
+
+void test_json_accessors_name_the_path(Tally& tally) {
+  const auto root = parse(kManifest);
+  const dlm::json::Value &denoiser = root->object("denoiser"), &preset = root->array("presets")[1];
+  const auto bad = DLM_BAD_BUNDLE;
+  CHECK_ERROR(denoiser.integer("layers", 1, 4), bad, "denoiser.layers: expected an integer in 1..4, found 28");
+  CHECK_ERROR(preset.integer("name", 1, 9), bad,
+              "presets[1].name: expected an integer in 1..9, found \"gr\\xc3\\xb6\\xc3\\x9fe\"");
+  CHECK_ERROR(denoiser.integer("rope", 0, 9), bad, "denoiser.rope: expected an integer in 0..9, found 1e6");
+  CHECK_ERROR(preset.number("threshold", 0.5, 1), bad, "presets[1].threshold: expected a number in 0.5..1, found 0.25");
+  CHECK_ERROR(denoiser.boolean("none"), bad, "denoiser.none: expected true or false, found null");
+  CHECK_ERROR(denoiser.string("shift"), bad, "denoiser.shift: expected a string, found false");
+  CHECK_ERROR(denoiser.object("eos"), bad, "denoiser.eos: expected an object, found an array");
+  CHECK_ERROR(root->array("denoiser"), bad, "denoiser: expected an array, found an object");
+  CHECK_ERROR(denoiser.at("heads"), bad, "denoiser: the key \"heads\" is missing");
+  CHECK_ERROR(root->at("heads"), bad, "the document: the key \"heads\" is missing");
+  CHECK_ERROR(root->integer("", 1, 2), bad, "\"\": expected an integer in 1..2, found 0");
+  const dlm::json::Value& file = root->object("files").object("denoiser.onnx");
+  CHECK_ERROR(file.integer("bytes", 0, INT64_MAX), bad,
+              "files.\"denoiser.onnx\".bytes: expected an integer in 0..9223372036854775807, found 18446744073709551615");
+  CHECK_ERROR(file.refuse_unknown({"bytes"}), bad,
+              "files.\"denoiser.onnx\".sha256: unknown key; written by a newer dlm-export?");
+  file.refuse_unknown({"sha256", "bytes"});
+  CHECK(dlm::json::quoted("a\"\n\x7f\xff") == "\"a\\\"\\x0a\\x7f\\xff\"");
+  CHECK(dlm::json::quoted(std::string(500, 'x')).size() <= 64);
+}
+
+void test_json_refuses(Tally& tally) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"", "line 1: expected a value, found the end of the text"},
+      {"\n\n tru", "line 3: expected a value, found \"tru\""},
+      {"{\"a\":1}\n{", "line 2: expected the end of the text, found \"{\""},
+      {"{\"a\":1,\n\"b\":2,\n\"a\":3}", "line 3: the key \"a\" is there twice"},
+      {"{\"a\":1,}", "line 1: expected a key in double quotes, found \"}\""},
+      {"{a:1}", "line 1: expected a key in double quotes, found \"a:1}\""},
+      {"{\"a\" 1}", "line 1: expected ':' after the key \"a\", found \"1}\""},
+      {"[1 2]", "line 1: expected ',' or ']', found \"2]\""},
+      {"[1,]", "line 1: expected a value, found \"]\""},
+      {"[1", "line 1: expected ',' or ']', found the end of the text"},
+      {"\"abc", "line 1: a string is not closed: it starts with \"abc\""},
+      {"\"a\tb\"", "...a control character in a string must be escaped"},
+      {"\"\\x41\"", "line 1: unknown escape: \"\\\\x\""},
+      {"\"\\u12", "...expected four hex digits"},
+      {"\"\\u+123\"", "...expected four hex digits"},
+      {"\"\\u0000\"", "...a string holds NUL"},
+      {"\"\\ud800\"", "...unpaired surrogate"},
+      {"\"\\udc00\"", "...unpaired surrogate"},
+      {"\"\\ud800\\u0041\"", "...unpaired surrogate"},
+      {"\"\\", "...unknown escape"},
+      {"\"\xc0\x80\"", "...invalid UTF-8"},          // overlong
+      {"\"\xed\xa0\x80\"", "...invalid UTF-8"},      // a surrogate
+      {"\"\xf4\x90\x80\x80\"", "...invalid UTF-8"},  // beyond U+10FFFF
+      {"\"\xe2\x82", "...invalid UTF-8"},            // cut short
+      {"\"\x80\"", "...invalid UTF-8"},
+      {"\xef\xbb\xbf{}", "line 1: expected a value, found \"\\xef\\xbb\\xbf{}\""},  // a byte order mark
+      {"01", "line 1: a number starts with 0: \"01\""},
+      {"-", "...not a number"},
+      {"1.", "...not a number"},
+      {".5", "...expected a value"},
+      {"1e", "...not a number"},
+      {"+1", "...expected a value"},
+      {"1e999", "line 1: no double holds \"1e999\""},
+      {"NaN", "...expected a value"},
+      {"Infinity", "...expected a value"},
+      {"'a'", "...expected a value"},
+      {"// no\n1", "...expected a value"},
+      {std::string("1\0", 2), "...expected the end of the text"},
+      {std::string(65, '['), "...nested deeper than 64 levels"},
+      {std::string(100000, '['), "...nested deeper than 64 levels"},
+      {std::string(kLimit + 1, ' '), "line 1: the text has 1048577 bytes, more than the 1048576 that are read"},
+  };
+  for (const auto& [text, message] : cases) CHECK_ERROR(parse(text), DLM_BAD_BUNDLE, message);
+  // A long path keeps its end and stays short.
+  std::string nested = "1";
+  for (int i = 0; i < 60; ++i) nested = "{\"a_rather_long_key_that_repeats\":" + nested + "}";
+  const auto root = parse(nested);
+  const dlm::json::Value* value = root.get();
+  while (value->kind() == dlm::json::Value::Kind::object) value = &value->members()[0];
+  CHECK(value->path().size() < 300 && value->path().compare(0, 3, "...") == 0);
+}
+
+// Damaged text is read or refused; it never crashes (the sanitizers watch) and never throws anything else.
+void test_json_survives_mutations(Tally& tally) {
+  uint32_t state = 12345;
+  const auto random = [&](size_t below) {  // a linear congruential generator, so that every run is the same
+    state = state * 1664525u + 1013904223u;
+    return static_cast<size_t>(state >> 8) % below;
+  };
+  const char alphabet[] = "{}[]\",:\\u0d8ef-+.19Eet \n\x00\x80\xc3\xed\xf4\xff";
+  int read = 0, refused = 0;
+  for (int round = 0; round < 20000; ++round) {
+    std::string text = kManifest;
+    for (size_t changes = 1 + random(4); changes > 0; --changes) {
+      const size_t at = random(text.size());
+      switch (random(4)) {
+        case 0: text[at] = alphabet[random(sizeof alphabet - 1)]; break;
+        case 1: text.erase(at, 1 + random(8)); break;
+        case 2: text.insert(at, 1, alphabet[random(sizeof alphabet - 1)]); break;
+        default: text.insert(at, text.substr(random(text.size()), random(40))); break;
+      }
+    }
+    try {
+      const auto root = parse(text);
+      ++read;
+      for (const auto& member : root->members()) (void)member.path();
+    } catch (const dlm::Error& error) {
+      ++refused;
+      if (error.status() != DLM_BAD_BUNDLE || std::strlen(error.what()) > 400) tally.note(false, __FILE__, __LINE__, error.what());
+    }
+  }
+  CHECK(read + refused == 20000 && read > 100 && refused > 10000);
+}
+
+void test_sha256(Tally& tally) {
+  // FIPS 180-2, appendix B, and the empty message of NIST's byte test vectors.
+  const std::vector<std::pair<std::string, const char*>> vectors = {
+      {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
+      {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
+      {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+       "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"},
+      {std::string(1000000, 'a'), "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"},
+  };
+  for (const bool portable : {true, false}) {
+    for (const auto& [text, hex] : vectors) {
+      dlm::Sha256 hash(portable);
+      hash.update(text.data(), text.size());
+      CHECK(hash.hex() == hex);
+    }
+  }
+  // Every length around the block size, in pieces of every size: both paths agree with each other and with one update.
+  bool agree = true;
+  std::string text;
+  for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
+    dlm::Sha256 whole(true);
+    whole.update(text.data(), length);
+    const std::string expected = whole.hex();
+    for (size_t piece = 1; piece < 140; piece += 3) {
+      dlm::Sha256 pieces;
+      for (size_t at = 0; at < length; at += piece) pieces.update(text.data() + at, std::min(piece, length - at));
+      agree = agree && pieces.hex() == expected;
+    }
+  }
+  CHECK(agree);
+  CHECK_ERROR(dlm::sha256_file_hex("/no/such/file"), DLM_NOT_FOUND, "/no/such/file: No such file or directory");
+  CHECK_ERROR(dlm::sha256_file_hex("/dev/zero"), DLM_BAD_BUNDLE, "/dev/zero: not a plain file");
+  CHECK_ERROR(dlm::sha256_file_hex("/"), DLM_BAD_BUNDLE, "/: not a plain file");
+  std::printf("sha256: %s path compared with the portable one\n", dlm::Sha256::is_accelerated() ? "special" : "no special");
+}
+
+void test_callback_engine(Tally& tally) {
+  struct Seen {
+    const dlm_pass* pass = nullptr;
+    dlm_status answer = DLM_OK;
+  } seen;
+  const dlm_pass_fn note = [](void* user, const dlm_pass* pass) -> dlm_status {
+    static_cast<Seen*>(user)->pass = pass;
+    return static_cast<Seen*>(user)->answer;
+  };
+  const auto engine = dlm::make_callback(note, &seen);
+  const dlm_pass pass{};
+  engine->run(pass);
+  CHECK(seen.pass == &pass);
+  CHECK(engine->description() == "callback");
+  seen.answer = DLM_CANCELLED;
+  CHECK_ERROR(engine->run(pass), DLM_CANCELLED, "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
+  seen.answer = -12;
+  CHECK_ERROR(engine->run(pass), -12, "...the pass callback returned -12 (");
+  CHECK_ERROR(dlm::make_callback(nullptr, nullptr), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
+}
+
+}  // namespace
+
+int main() {
+  Tally tally;
+  test_json_values(tally);
+  test_json_accessors_name_the_path(tally);
+  test_json_refuses(tally);
+  test_json_survives_mutations(tally);
+  test_sha256(tally);
+  test_callback_engine(tally);
+  std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
+  return tally.failed == 0 ? 0 : 1;
+}
