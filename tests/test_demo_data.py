@@ -114,9 +114,7 @@ def test_the_tokenizer_gives_back_any_text(tokenizer: Tokenizer, training: list[
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_word_has_the_same_pieces_in_command_and_call(
-    tokenizer: Tokenizer, training: list[data.Example]
-) -> None:
+def test_a_word_has_the_same_pieces_in_command_and_call(tokenizer: Tokenizer, training: list[data.Example]) -> None:
     def pieces(text: str) -> list[str]:
         return [token.removeprefix("Ġ") for token in tokenizer.encode(text, add_special_tokens=False).tokens]
 

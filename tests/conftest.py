@@ -1,0 +1,51 @@
+"""Checkpoints and bundles that many tests share, each built once a session."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoints import dream_config, llada_config, write_checkpoint
+
+DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
+
+
+def _build(checkpoint: Path, output: Path, **options: object) -> Path:
+    from dlm_export.build import build
+
+    build(checkpoint, output, **options)  # type: ignore[arg-type]
+    return output
+
+
+@pytest.fixture(scope="session")
+def llada_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random LLaDA: full heads, one file, fp32."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "llada", llada_config(), seed=1)
+
+
+@pytest.fixture(scope="session")
+def dream_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Dream: grouped queries, q/k/v bias, shift 1, three bf16 shards."""
+    import torch
+
+    path = tmp_path_factory.mktemp("checkpoints") / "dream"
+    return write_checkpoint(path, dream_config(), seed=2, dtype=torch.bfloat16, shards=3)
+
+
+@pytest.fixture(scope="session")
+def llada_bundle(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build(llada_checkpoint, tmp_path_factory.mktemp("bundles") / "llada")
+
+
+@pytest.fixture(scope="session")
+def dream_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build(dream_checkpoint, tmp_path_factory.mktemp("bundles") / "dream")
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained demo denoiser as an fp32 bundle."""
+    return _build(DEMO_CHECKPOINT, tmp_path_factory.mktemp("bundles") / "demo")

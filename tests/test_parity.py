@@ -1,0 +1,183 @@
+"""Parity: ONNX against torch, the native loop against the reference loop, each by itself and both together."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from checkpoints import dream_config, llada_config, write_checkpoint
+from denoisers import load, under_native_loop
+
+import dlm_runtime
+from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
+from dlm_export import graph, reference
+from dlm_export.build import build
+from dlm_export.denoiser import Denoiser
+from dlm_runtime import PRESETS, Bundle
+
+# Sums of some hundred fp32 terms in another order; the project promises 2e-4 of the logits' range.
+RELATIVE = 2e-4
+
+# Enough of every rule that a wrong one shows: thresholds at which random denoisers commit several tokens at once.
+LOOPS: dict[str, dict[str, Any]] = {
+    "llada": {"preset": "llada", "block_length": 8},
+    "llada in few steps": {"preset": "llada", "block_length": 16, "steps": 8},
+    "llada, random order": {"preset": "llada", "block_length": 8, "steps": 12, "score": "random", "seed": 7},
+    "threshold, no cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3, "cache": "none"},
+    "threshold, prefix cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3, "cache": "prefix"},
+    "threshold, dual cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3},
+    "threshold, dual cache, odd blocks": {"preset": "fast-dllm", "block_length": 7, "threshold": 0.5, "compare": ">"},
+    "factor, dual cache": {"preset": "fast-dllm", "block_length": 12, "commit": "factor", "factor": 2.0},
+    "dynamic, prefix cache": {"preset": "fast-dllm", "commit": "dynamic", "threshold": 0.3, "steps": 6, "cache": "prefix"},
+    "static, dual cache": {"preset": "llada", "block_length": 8, "steps": 9, "cache": "dual"},
+    "sequential": {"preset": "llada", "block_length": 8, "steps": 12, "commit": "sequential"},
+    "dream, entropy": {"preset": "dream", "steps": 10},
+    "dream, margin": {"preset": "dream", "steps": 10, "score": "margin"},
+    "dream, maskgit_plus": {"preset": "dream", "steps": 10, "score": "maskgit_plus"},
+    "dream-block": {"preset": "dream-block", "block_length": 8, "threshold": 0.3},
+    "dream-block, prefix cache": {"preset": "dream-block", "block_length": 8, "threshold": 0.3, "cache": "prefix"},
+    "entropy bound": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 2.0, "cache": "dual", "block_length": 8},
+}
+NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint in torch and as a bundle."""
+
+    denoiser: Denoiser
+    bundle: Bundle
+
+
+@pytest.fixture(scope="session")
+def pairs(llada_checkpoint: Path, llada_bundle: Path, dream_checkpoint: Path, dream_bundle: Path) -> dict[str, Pair]:
+    return {
+        "llada": Pair(load(llada_checkpoint), dlm_runtime.open(llada_bundle)),
+        "dream": Pair(load(dream_checkpoint), dlm_runtime.open(dream_bundle)),
+    }
+
+
+def prompts(denoiser: Denoiser, count: int, length: int = 9) -> list[list[int]]:
+    c, rng = denoiser.capabilities, np.random.default_rng(3)
+    return [random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist() for _ in range(count)]
+
+
+def expected(denoiser: Denoiser, bundle: Bundle, tokens: list[int], loop: dict[str, Any]) -> reference.Reference:
+    fields = {name: value for name, value in loop.items() if name not in ("preset", "steps")}
+    policy = PRESETS[loop["preset"]].with_fields(fields)
+    return reference.generate(denoiser, tokens, policy, NEW_TOKENS, loop.get("steps", 0))
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_whole_canvases_and_nfe_equal_the_reference(pairs: dict[str, Pair], family: str, loop: dict[str, Any]) -> None:
+    pair = pairs[family]
+    for tokens in prompts(pair.denoiser, 3):
+        wanted = expected(pair.denoiser, pair.bundle, tokens, loop)
+        out = pair.bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, **loop)
+        assert out.tokens == wanted.tokens
+        assert out.nfe == wanted.nfe
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_native_loop_over_the_torch_denoiser_equals_the_reference(
+    pairs: dict[str, Pair], family: str, loop: dict[str, Any]
+) -> None:
+    denoiser = pairs[family].denoiser
+    policy = PRESETS[loop["preset"]].with_fields({k: v for k, v in loop.items() if k not in ("preset", "steps")})
+    with under_native_loop(denoiser) as bundle:
+        for tokens in prompts(denoiser, 3):
+            wanted = reference.generate(denoiser, tokens, policy, NEW_TOKENS, loop.get("steps", 0))
+            out = bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, steps=loop.get("steps", 0), **policy.as_dict())
+            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+
+
+def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
+    """The table above must tell rules apart, or the equalities would say little."""
+    pair = pairs["llada"]
+    tokens = prompts(pair.denoiser, 1)[0]
+    nfe = {name: pair.bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, **loop).nfe for name, loop in LOOPS.items()}
+    assert len(set(nfe.values())) >= 6, nfe
+    assert nfe["threshold, dual cache"] < NEW_TOKENS
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_logits_equal_torch_at_every_mask_ratio(pairs: dict[str, Pair], family: str) -> None:
+    pair = pairs[family]
+    c, rng = pair.denoiser.capabilities, np.random.default_rng(0)
+    for ratio, length in itertools.product(MASK_RATIOS, (1, 6, 40)):
+        canvas = mask_independently(random_tokens(length, c.vocab_size, (c.mask_token_id,), rng), ratio, c.mask_token_id, rng)
+        ours = pair.bundle.logits(canvas.tolist())
+        with torch.no_grad():
+            theirs = pair.denoiser(torch.from_numpy(canvas)[None])[0].numpy()
+        assert ours.dtype == np.float32
+        assert ours.shape == (length, c.vocab_size)
+        worst = np.abs(ours - theirs).max()
+        assert worst <= RELATIVE * (theirs.max() - theirs.min())
+        best_two = np.sort(theirs, axis=-1)[:, -2:]
+        clear = best_two[:, 1] - best_two[:, 0] > 2 * worst
+        assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
+
+
+SHAPES = {
+    "llada, grouped queries, two shards": (llada_config(n_kv_heads=2, n_layers=3, d_model=96, n_heads=6), {"shards": 2}),
+    "llada, one kv head, qkv bias": (llada_config(n_kv_heads=1, include_qkv_bias=True), {}),
+    "llada, tied head, fp16 weights": (llada_config(weight_tying=True), {"dtype": torch.float16}),
+    "dream, head size 32, one layer": (dream_config(hidden_size=128, num_hidden_layers=1), {"dtype": torch.bfloat16}),
+    "dream, tied head, full heads": (dream_config(tie_word_embeddings=True, num_key_value_heads=4), {"shards": 4}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None:
+    config, options = SHAPES[name]
+    report = build(write_checkpoint(tmp_path / "checkpoint", config, seed=5, **options), tmp_path / "bundle")
+    assert report.parity is not None
+    assert report.parity.misses == []
+    assert max(row.relative for row in report.parity.graph) <= RELATIVE
+    assert all(row.canvases == row.canvases_equal and row.nfe_equal for row in report.parity.loop)
+
+
+def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path) -> None:
+    report = build(llada_checkpoint, tmp_path / "bundle", precision="fp16")
+    assert report.parity is not None
+    # 11-bit significands: a unit in the last place is 5e-4 of a value, and a few layers add theirs up.
+    assert 0 < max(row.relative for row in report.parity.graph) < 5e-3
+    assert report.files_bytes["denoiser.onnx.data"] < 300_000
+    with dlm_runtime.open(tmp_path / "bundle") as bundle:
+        out = bundle.generate(tokens=[1, 2, 3], max_new_tokens=16, preset="fast-dllm", block_length=8, threshold=0.3)
+        assert out.nfe <= 16
+        assert bundle.mask_token_id not in out.tokens
+
+
+def test_graph_is_checked_named_and_addressable(llada_bundle: Path) -> None:
+    path = llada_bundle / graph.GRAPH_FILE
+    onnx.checker.check_model(str(path), full_check=False)
+    model = onnx.load(str(path), load_external_data=False)
+    assert [opset.version for opset in model.opset_import if opset.domain == ""] == [23]
+    axes = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input}
+    assert axes["input_ids"] == ["B", "T"]
+    assert axes["score_rows"] == ["B", "R"]
+    assert axes["past_key.1"] == ["B", 4, "S", 16]
+    layers = {p.value: node.op_type for node in model.graph.node for p in node.metadata_props if p.key == graph.LAYER_KEY}
+    assert layers["blocks.1.mlp.down"] == "MatMul"
+    assert layers["head"] == "MatMul"
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("Attention") == 2
+    assert kinds.count("RMSNormalization") == 5
+    weights = {initializer.name: initializer for initializer in model.graph.initializer}
+    assert weights["blocks.1.mlp.down.weight"].data_location == onnx.TensorProto.EXTERNAL
+
+
+def test_head_runs_on_scored_rows_only(llada_bundle: Path) -> None:
+    model = onnx.load(str(llada_bundle / graph.GRAPH_FILE), load_external_data=False)
+    by_output = {name: node for node in model.graph.node for name in node.output}
+    head = next(node for node in model.graph.node if "head.weight" in node.input)
+    assert by_output[head.input[0]].op_type == "GatherElements"
