@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import dream_config, llada_config, write_checkpoint
+
+# Tiny denoisers: a second thread costs more than it computes, and much more beside other work.
+torch.set_num_threads(1)
 
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 
@@ -29,8 +33,6 @@ def llada_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dream_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Dream: grouped queries, q/k/v bias, shift 1, three bf16 shards."""
-    import torch
-
     path = tmp_path_factory.mktemp("checkpoints") / "dream"
     return write_checkpoint(path, dream_config(), seed=2, dtype=torch.bfloat16, shards=3)
 

@@ -10,6 +10,7 @@ from dlm_export import families
 from dlm_export.checkpoint import Checkpoint
 from dlm_export.denoiser import Denoiser
 from dlm_export.families.base import Overrides
+from dlm_export.reference import philox
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, from_callback
 
 
@@ -56,3 +57,38 @@ def under_native_loop(denoiser: Denoiser) -> Bundle:
         has_cache=True,
     )
     return from_callback(info, run)
+
+
+class ArithmeticDenoiser:
+    """A denoiser without weights: tokens and probabilities are integer hashes of the canvas, exact on every machine.
+
+    Prediction of a row depends on its position, its token and how many positions are masked; ``past`` is not looked at.
+    Counts the passes it makes.
+    """
+
+    def __init__(self, vocab_size: int = 40, shift: int = 0, eos: int | None = None) -> None:
+        self.info = DenoiserInfo(
+            vocab_size=vocab_size,
+            mask_token_id=vocab_size - 1,
+            max_canvas_length=512,
+            eos_token_ids=() if eos is None else (eos,),
+            shift=shift,
+            has_cache=True,
+        )
+        self.passes = 0
+        self.bundle = from_callback(self.info, self._run)
+
+    def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
+        """Token and probability of a row; the probability is a multiple of 2**-16."""
+        word = philox(0xD1F, (position, token, masked, 1))
+        return word[0] % (self.info.vocab_size - 1), (word[1] >> 16) / 2**16
+
+    def _run(self, p: CallbackPass) -> None:
+        self.passes += 1
+        masked = int((p.input_ids == self.info.mask_token_id).sum())
+        for i, row in enumerate(p.score_rows):
+            token, prob = self.predict(int(p.position_ids[row]), int(p.input_ids[row]), masked)
+            p.top_tokens[i] = token, (token + 1) % (self.info.vocab_size - 1)
+            p.top_probs[i] = prob, prob / 4
+            if p.entropy is not None:
+                p.entropy[i] = -(1 - prob)

@@ -58,8 +58,8 @@ class Pair:
 @pytest.fixture(scope="session")
 def pairs(llada_checkpoint: Path, llada_bundle: Path, dream_checkpoint: Path, dream_bundle: Path) -> dict[str, Pair]:
     return {
-        "llada": Pair(load(llada_checkpoint), dlm_runtime.open(llada_bundle)),
-        "dream": Pair(load(dream_checkpoint), dlm_runtime.open(dream_bundle)),
+        "llada": Pair(load(llada_checkpoint), dlm_runtime.open(llada_bundle, threads=1)),
+        "dream": Pair(load(dream_checkpoint), dlm_runtime.open(dream_bundle, threads=1)),
     }
 
 

@@ -1,0 +1,311 @@
+"""Properties of the native loop and of its commit rules, over denoisers that are pure arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from denoisers import ArithmeticDenoiser
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import dlm_runtime
+from dlm_export.reference import choose, philox, random_score, timestep_count, transfer_counts
+from dlm_runtime import CallbackPass, CancelledError, DenoiserInfo, EngineError, Policy, RequestError
+
+GOLDEN = Path(__file__).parent / "golden" / "loop.json"
+COMMITS = ("static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential")
+CACHES = ("none", "prefix", "dual")
+
+policies = st.builds(
+    Policy,
+    score=st.sampled_from(("confidence", "margin", "random")),
+    commit=st.sampled_from(COMMITS),
+    compare=st.sampled_from((">", ">=")),
+    cache=st.sampled_from(CACHES),
+    stop=st.sampled_from(("eos", "none")),
+    block_length=st.integers(0, 40),
+    steps_per_block=st.integers(0, 40),
+    threshold=st.floats(0, 1),
+    factor=st.floats(0, 4),
+    entropy_bound=st.floats(0, 4),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Given tokens with or without masks among them, and new tokens behind; something to fill."""
+    tokens = draw(st.lists(st.one_of(st.integers(0, 38), st.just(39)), max_size=20))
+    new = draw(st.integers(0, 50))
+    assume(tokens or new)
+    return {"tokens": tokens, "max_new_tokens": new}
+
+
+@settings(max_examples=150, deadline=None)
+@given(policy=policies, request=requests(), shift=st.integers(0, 1))
+def test_every_run_fills_the_canvas_keeps_what_was_given_and_counts_its_passes(
+    policy: Policy, request: dict[str, Any], shift: int
+) -> None:
+    denoiser = ArithmeticDenoiser(shift=shift, eos=5)
+    out = denoiser.bundle.generate(**request, **policy.as_dict())
+    mask = denoiser.info.mask_token_id
+    given_tokens = request["tokens"]
+    assert len(out.tokens) == len(given_tokens) + request["max_new_tokens"]
+    assert mask not in out.tokens
+    assert all(ours == theirs for ours, theirs in zip(out.tokens, given_tokens, strict=False) if theirs != mask)
+    assert out.nfe == denoiser.passes
+    assert out.nfe <= given_tokens.count(mask) + request["max_new_tokens"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(policy=policies, request=requests(), shift=st.integers(0, 1))
+def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
+    policy: Policy, request: dict[str, Any], shift: int
+) -> None:
+    denoiser = ArithmeticDenoiser(shift=shift, eos=5)
+    mask = denoiser.info.mask_token_id
+    before = request["tokens"] + [mask] * request["max_new_tokens"]
+    assume(mask in before)
+    for event in denoiser.bundle.stream(**request, **policy.as_dict()):
+        changed = [i for i, (old, new) in enumerate(zip(before, event.canvas, strict=True)) if old != new]
+        assert all(before[i] == mask for i in changed)
+        start, end = event.block
+        if not event.done:  # the last step may fill the rest with the end token
+            assert all(start <= i < end for i in changed)
+            assert len(changed) == event.committed >= 1
+            guessed = [i for i, token in enumerate(event.guess) if token >= 0]
+            assert guessed == [i for i in range(start, end) if event.canvas[i] == mask]
+        before = event.canvas
+    assert event.done
+    assert event.result is not None
+    assert before == denoiser.bundle.generate(**request, **policy.as_dict()).tokens
+
+
+def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
+    """Positions that the native loop commits in its first step when the denoiser's confidences are ``scores``."""
+
+    def run(p: CallbackPass) -> None:
+        p.top_tokens[:] = [0, 1]
+        p.top_probs[:, 0] = np.array(scores, np.float32)[p.score_rows]
+        p.top_probs[:, 1] = 0
+        if p.entropy is not None:
+            p.entropy[:] = np.array(scores, np.float32)[p.score_rows] - 1
+
+    with dlm_runtime.from_callback(DenoiserInfo(8, 7, 256), run) as bundle:
+        event = next(iter(bundle.stream(tokens=[], max_new_tokens=len(scores), steps=steps, **policy.as_dict())))
+    return [i for i, token in enumerate(event.canvas) if token != 7]
+
+
+# Few distinct values, so that ties and values on the threshold itself are common.
+scores = st.lists(
+    st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]), st.floats(0, 1, width=32)), min_size=1, max_size=24
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    scores=scores,
+    commit=st.sampled_from([c for c in COMMITS if c != "timestep"]),
+    compare=st.sampled_from((">", ">=")),
+    threshold=st.sampled_from([0.25, 0.5, 0.9, 1.0]),
+    factor=st.floats(0, 4),
+    bound=st.floats(0, 4),
+    steps=st.integers(1, 30),
+)
+def test_native_commit_rules_choose_what_the_reference_chooses(
+    scores: list[float], commit: str, compare: str, threshold: float, factor: float, bound: float, steps: int
+) -> None:
+    policy = Policy(
+        commit=commit, compare=compare, threshold=threshold, factor=factor, entropy_bound=bound, block_length=0
+    )
+    values = torch.tensor(scores, dtype=torch.float32)
+    values = values - 1 if commit == "entropy_bound" else values
+    wanted = choose(values, policy, transfer_counts(len(scores), steps)[0])
+    assert first_commit(scores, policy, steps) == wanted.nonzero().squeeze(1).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(masked=st.integers(1, 120), steps=st.integers(1, 120), eps=st.sampled_from([1e-3, 1e-2, 0.5]))
+def test_native_timestep_schedule_equals_torchs_fp32(masked: int, steps: int, eps: float) -> None:
+    denoiser = ArithmeticDenoiser()
+    policy = Policy(commit="timestep", block_length=0, timestep_eps=eps)
+    left, step = masked, 0
+    for event in denoiser.bundle.stream(tokens=[1], max_new_tokens=masked, steps=steps, **policy.as_dict()):
+        assert event.committed == min(left, timestep_count(left, step, steps, eps))
+        left, step = left - event.committed, step + 1
+    assert left == 0
+    assert step <= steps
+
+
+@given(masked=st.integers(0, 500), steps=st.integers(1, 500))
+def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
+    counts = transfer_counts(masked, steps)
+    assert sum(counts) == masked
+    assert len(counts) == steps
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] - counts[-1] <= 1
+
+
+def test_philox_gives_the_published_vectors() -> None:
+    """Known answers of the Random123 distribution for philox4x32-10."""
+    ones = 0xFFFFFFFF
+    assert philox(0, (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert philox(ones << 32 | ones, (ones, ones, ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox(0x299F31D0A4093822, pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), length=st.integers(2, 40))
+def test_random_order_follows_the_seed(seed: int, length: int) -> None:
+    denoiser = ArithmeticDenoiser()
+    policy = Policy(score="random", block_length=0, seed=seed)
+    event = next(iter(denoiser.bundle.stream(tokens=[], max_new_tokens=length, steps=length, **policy.as_dict())))
+    first = max(range(length), key=lambda i: random_score(seed, 0, i))
+    assert [i for i, token in enumerate(event.canvas) if token != 39] == [first]
+
+
+def test_blocks_after_one_with_an_end_token_are_not_run() -> None:
+    calls: list[int] = []
+
+    def run(p: CallbackPass) -> None:
+        calls.append(len(p.input_ids))
+        p.top_tokens[:] = [3, 1]
+        p.top_probs[:] = [0.9, 0.1]
+
+    with dlm_runtime.from_callback(DenoiserInfo(8, 7, 64, eos_token_ids=(3, 2)), run) as bundle:
+        out = bundle.generate(tokens=[1, 3], max_new_tokens=32, block_length=4, steps=8)
+        assert out.tokens == [1, 3] + [3] * 32
+        assert out.nfe == len(calls) == 1
+        assert bundle.generate(tokens=[1], max_new_tokens=32, block_length=4, steps=8, stop="none").nfe == 8
+
+
+def test_steps_are_split_evenly_over_the_blocks() -> None:
+    denoiser = ArithmeticDenoiser()
+    blocks = [e.block for e in denoiser.bundle.stream(tokens=[1], max_new_tokens=40, block_length=16, steps=8)]
+    assert blocks == [(1, 17)] * 3 + [(17, 33)] * 3 + [(33, 41)] * 2
+
+
+def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block() -> None:
+    spans: list[tuple[int, int]] = []
+
+    def run(p: CallbackPass) -> None:
+        spans.append((int(p.position_ids[0]), int(p.position_ids[-1]) + 1))
+        assert (p.score_rows >= 0).all()
+        p.top_tokens[:] = [3, 1]
+        p.top_probs[:] = [0.5, 0.1]
+
+    info = DenoiserInfo(8, 7, 64, shift=1, has_cache=True)
+    with dlm_runtime.from_callback(info, run) as bundle:
+        events = list(bundle.stream(tokens=[1, 1], max_new_tokens=8, block_length=4, cache="dual"))
+    assert spans == [(0, 10), (2, 6), (2, 6), (2, 6), (0, 10), (6, 10), (6, 10), (6, 10)]
+    assert events[0].canvas[2] == 3  # the first position of a block commits in the full pass
+
+
+def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> None:
+    state = {"fail": True}
+
+    def run(p: CallbackPass) -> None:
+        if state["fail"]:
+            raise RuntimeError("no more memory on the device")
+        p.top_tokens[:] = [3, 1]
+        p.top_probs[:] = [0.5, 0.1]
+
+    with dlm_runtime.from_callback(DenoiserInfo(8, 7, 64), run) as bundle:
+        with pytest.raises(EngineError) as caught:
+            bundle.generate(tokens=[1], max_new_tokens=4)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        state["fail"] = False
+        assert bundle.generate(tokens=[1], max_new_tokens=4).tokens == [1, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("token", "prob", "sentence"),
+    [(7, 0.5, "outside what it may"), (8, 0.5, "outside what it may"), (-1, 0.5, "outside"), (0, float("nan"), "not finite")],
+)
+def test_impossible_predictions_are_engine_errors(token: int, prob: float, sentence: str) -> None:
+    def run(p: CallbackPass) -> None:
+        p.top_tokens[:] = token
+        p.top_probs[:] = prob
+
+    with (
+        dlm_runtime.from_callback(DenoiserInfo(8, 7, 64), run) as bundle,
+        pytest.raises(EngineError, match=sentence),
+    ):
+        bundle.generate(tokens=[1], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"score": "sureness"}, "one of: confidence, margin, entropy, random"),
+        ({"cache": "block"}, "one of: none, prefix, dual"),
+        ({"threshold": 1.5}, "outside 0..1"),
+        ({"threshold": float("nan")}, "outside 0..1"),
+        ({"block_length": -1}, "outside 0"),
+        ({"temperature": 0.2}, "temperature 0 only"),
+        ({"commit": "threshold", "score": "entropy"}, "entropies are not"),
+        ({"steps": 1}, "fewer than the 2 blocks"),
+        ({"max_new_tokens": 600}, "longer than the denoiser's 512"),
+        ({"tokens": [40]}, "token id 40 at position 0 is outside the vocabulary"),
+        ({"seed": -1}, "out of range"),
+        ({"block_length": "8"}, "not of the right type"),
+        ({"surety": 1}, "unknown policy field 'surety'"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
+    denoiser = ArithmeticDenoiser()
+    with pytest.raises(RequestError, match=sentence):
+        denoiser.bundle.generate(**({"tokens": [1], "max_new_tokens": 64} | changes))
+    assert denoiser.passes == 0
+
+
+def golden_runs() -> dict[str, dict[str, Any]]:
+    """Every commit rule with every cache over the arithmetic denoiser; regenerate: python tests/test_loop.py"""
+    runs = {}
+    for commit in COMMITS:
+        for cache in CACHES:
+            for shift in (0, 1):
+                bundle = ArithmeticDenoiser(shift=shift, eos=5).bundle
+                policy = Policy(commit=commit, cache=cache, block_length=8, threshold=0.6, entropy_bound=0.5, stop="none")
+                out = bundle.generate(tokens=[1, 2, 3], max_new_tokens=20, steps=12, **policy.as_dict())
+                runs[f"{commit}, {cache}, shift {shift}"] = {"tokens": out.tokens, "nfe": out.nfe}
+    return runs
+
+
+def test_canvases_are_those_of_the_golden_file() -> None:
+    assert golden_runs() == json.loads(GOLDEN.read_text())
+
+
+def test_a_step_callback_can_cancel() -> None:
+    """Over the ABI itself: Python's stream leaves its loop instead."""
+    import ctypes as C
+
+    from dlm_runtime import _native
+
+    denoiser = ArithmeticDenoiser()
+    seen: list[int] = []
+
+    def on_step(_: int, step: Any) -> int:
+        seen.append(step.contents.nfe)
+        return len(seen) == 3
+
+    options = _native.GenerateOptions()
+    _native.library().dlm_generate_options_init(C.byref(options))
+    options.max_new_tokens, options.on_step = 8, _native.StepFn(on_step)
+    buffer, length = (C.c_int32 * 9)(1), C.c_size_t()
+    with denoiser.bundle._session() as session:
+        status = _native.library().dlm_session_generate(session, C.byref(options), buffer, 1, 9, None, C.byref(length))
+        with pytest.raises(CancelledError, match="after 3 passes"):
+            denoiser.bundle._check(status, session)
+    assert seen == [1, 2, 3]
+    assert list(buffer) == [1] + [0] * 8  # untouched
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(golden_runs()).replace("}, ", "},\n") + "\n")
