@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import dlm_runtime
+from dlm_calibration.states import MASK_RATIOS
 from dlm_export import bundle as bundle_files
 from dlm_export import families, graph, targets, tokenizer, verify
 from dlm_export.checkpoint import Checkpoint
@@ -153,7 +154,7 @@ PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
 
 def check_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
     """How often ``check`` advances its progress in each of its two halves."""
-    return len(verify.MASK_RATIOS) + len(verify.make_cases(presets, [[0]] * prompts, 1))
+    return len(MASK_RATIOS) + len(verify.make_cases(presets, [[0]] * prompts, 1))
 
 
 def check(

@@ -128,22 +128,30 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 def _check_replaceable(output: Path, force: bool) -> None:
     if not force:
         raise OutputError(f"{output} exists. Pass --force to replace it, or choose another folder.")
-    is_bundle = (output / MANIFEST_FILE).is_file()
-    if not output.is_dir() or output.is_symlink() or not (is_bundle or not any(output.iterdir())):
+    if not output.is_dir() or output.is_symlink() or not (_is_bundle(output) or not any(output.iterdir())):
         raise OutputError(f"{output} is not a bundle, so --force does not replace it. Choose another folder.")
+
+
+def _is_bundle(folder: Path) -> bool:
+    # Other programs call files manifest.json too, web applications above all: the name alone must not cost a folder.
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and {"schema_version", "denoiser", "files"} <= manifest.keys()
 
 
 def _move(staging: Path, output: Path) -> None:
     """Put ``staging`` in ``output``'s place; an old bundle there survives until the new one stands."""
     old = None
-    if output.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-        os.rename(output, old)
     try:
+        if output.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
+            os.rename(output, old)
         os.rename(staging, output)
-    except OSError:
-        if old is not None:
+    finally:  # after Ctrl-C too, at any of the lines above
+        if old is not None and not output.exists():
             os.rename(old, output)
-        raise
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+        elif old is not None:
+            shutil.rmtree(old, ignore_errors=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,11 @@ class CheckpointError(DlmError):
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of bounded size. Raises CheckpointError."""
     try:
-        if path.stat().st_size > CONFIG_LIMIT_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes is too large for a configuration file")
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"{path}: not a plain file")
+        if info.st_size > CONFIG_LIMIT_BYTES:
+            raise CheckpointError(f"{path}: {info.st_size} bytes is too large for a configuration file")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
         raise CheckpointError(f"{path}: no such file. A checkpoint folder holds config.json and *.safetensors.") from err
@@ -55,7 +60,7 @@ class Config:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise CheckpointError(f"{self.path}: {key} must be an integer in {low}..{high}, found {value!r}")
+            raise CheckpointError(f"{self.path}: {key} must be an integer in {low}..{high}, found {reprlib.repr(value)}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -63,7 +68,7 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{self.path}: {key} must be a positive number, found {value!r}")
+            raise CheckpointError(f"{self.path}: {key} must be a positive number, found {reprlib.repr(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -71,7 +76,7 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.path}: {key} must be true or false, found {value!r}")
+            raise CheckpointError(f"{self.path}: {key} must be true or false, found {reprlib.repr(value)}")
         return value
 
     def require(self, key: str, *allowed: object) -> None:
@@ -79,7 +84,7 @@ class Config:
         value = self.values.get(key)
         if value is not None and value not in allowed:
             choices = ", ".join(json.dumps(choice) for choice in allowed)
-            raise CheckpointError(f"{self.path}: {key} = {json.dumps(value)} is not supported, only {choices}")
+            raise CheckpointError(f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}")
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ class Checkpoint:
         info = self.tensors[name]
         try:
             with safe_open(info.file, "pt") as file:
-                return file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
         except (SafetensorError, OSError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
 
@@ -140,7 +146,7 @@ class Checkpoint:
             single = self.path / SINGLE_FILE
             if single.is_file():
                 return [single]
-            others = sorted(file.name for file in self.path.glob("*.bin")) or sorted(self.path.glob("*.pt"))
+            others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.path.glob(pattern))
             hint = f" It has {others[0]}: pickled weights can run code, convert them to safetensors." if others else ""
             raise CheckpointError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there.{hint}")
         names = sorted(set(index.values()))

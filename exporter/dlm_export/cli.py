@@ -25,10 +25,10 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 CHECKPOINT = click.Path(path_type=Path)
 
 
-class _Failure(click.ClickException):
-    def __init__(self, error: DlmError) -> None:
-        super().__init__(" ".join(str(error).split()))
-        self.exit_code = error.exit_code
+def _failure(error: DlmError) -> click.ClickException:
+    failure = click.ClickException(" ".join(str(error).split()))
+    failure.exit_code = error.exit_code  # type: ignore[misc]
+    return failure
 
 
 class _Group(click.Group):
@@ -38,7 +38,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except DlmError as err:
-            raise _Failure(err) from err
+            raise _failure(err) from err
         except ModuleNotFoundError as err:
             if err.name is None or err.name.split(".")[0].startswith("dlm_"):
                 raise
@@ -371,7 +371,7 @@ def run(
     request |= {name: value for name, value in fields.items() if value is not None}
     request |= dict(_assignment(change) for change in changes)
     if prompt is not None:
-        request["prompt"] = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+        request["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     elif chat is not None:
         request["chat"] = [{"role": "user", "content": chat}]
     else:

@@ -96,7 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
     """Rotate-half RoPE of ``x`` ``[B, H, T, D]`` by tables ``[positions, D / 2]`` at ``position_ids`` ``[B, T]``."""
     if torch.compiler.is_exporting():
         # One RotaryEmbedding node; the plain form below would be taken apart into nine. It has no gradient.
-        return torch.onnx.ops.rotary_embedding(x, cos, sin, position_ids)
+        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, cos, sin, position_ids)
+        return rotated
     c, s = cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
     first, second = x.chunk(2, -1)
     return torch.cat((first * c - second * s, second * c + first * s), -1)
@@ -140,7 +141,8 @@ class MLP(nn.Module):
         self.down = Linear(c.mlp_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
 
 
 class Block(nn.Module):
@@ -207,7 +209,8 @@ class Denoiser(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Features ``[..., hidden]`` to raw logits ``[..., V]`` (the mask token is not excluded here)."""
-        return features @ self.embed.weight.T if self.head is None else self.head(features)
+        logits: Tensor = features @ self.embed.weight.T if self.head is None else self.head(features)
+        return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Raw logits ``[B, L, V]`` of one full pass over a canvas ``[B, L]``, rows unshifted."""

@@ -45,7 +45,7 @@ LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
-_NUMPY_DTYPES = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16)}
+_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16)}
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Graph:
 
 class Pass(nn.Module):
     """The traced module: body, gather of the scored rows, head, softmax and the K best."""
+
+    mask_token_bias: Tensor
 
     def __init__(self, denoiser: Denoiser) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ def _name_axes(model: ir.Model, c: Capabilities) -> None:
     for node in model.graph:
         for value in node.outputs:
             value.shape = None
-    shapes = {
+    shapes: dict[str, list[int | str]] = {
         "input_ids": ["B", "T"],
         "position_ids": ["B", "T"],
         "score_rows": ["B", "R"],

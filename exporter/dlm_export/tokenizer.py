@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from dlm_export.checkpoint import Checkpoint, CheckpointError, read_json
 from dlm_export.denoiser import Capabilities
 from dlm_runtime.errors import DlmError
+from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES
 
 # How Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0): contractions, words, single digits,
 # punctuation, line breaks, spaces.
@@ -39,9 +40,15 @@ def read(checkpoint: Checkpoint, capabilities: Capabilities) -> TokenizerFiles:
     if tokenizer is None:
         return TokenizerFiles(None, None, {})
     _check_size(checkpoint, tokenizer, capabilities)
+    # Saved by a training script, these would cut prompts, or fill them up, in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     config = checkpoint.optional_json("tokenizer_config.json")
     special = {name: text for name in ("bos_token", "eos_token", "pad_token") if (text := _text(config.get(name)))}
-    return TokenizerFiles(tokenizer.to_str(), _chat_template(checkpoint, config), special)
+    template = _chat_template(checkpoint, config)
+    for name, text in {"chat_template": template or "", **special}.items():
+        _check_text(checkpoint, name, text)
+    return TokenizerFiles(tokenizer.to_str(), template, special)
 
 
 def _load(checkpoint: Checkpoint) -> tokenizers.Tokenizer | None:
@@ -104,10 +111,25 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
+    """Refuse what the bundle's files, and its reader, cannot hold: JSON may escape more than UTF-8 can write."""
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as err:
+        raise CheckpointError(f"{checkpoint.path}: {name} is no Unicode text ({err.reason})") from err
+    if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} has {size} bytes; a bundle takes {TEMPLATE_LIMIT_BYTES}, none of them NUL"
+        )
+
+
 def _chat_template(checkpoint: Checkpoint, config: dict[str, Any]) -> str | None:
     path = checkpoint.path / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise CheckpointError(f"{path}: not readable as UTF-8 text ({err})") from err
     template: Any = config.get("chat_template")
     if template is None and (checkpoint.path / "chat_template.json").is_file():
         template = read_json(checkpoint.path / "chat_template.json").get("chat_template")

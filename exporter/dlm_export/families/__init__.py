@@ -5,6 +5,8 @@ A family is one file with a ``Family`` record and one line in ``FAMILIES``.
 
 from __future__ import annotations
 
+import reprlib
+
 import numpy as np
 import torch
 
@@ -25,7 +27,7 @@ def find(checkpoint: Checkpoint) -> Family:
         if name in family.architectures:
             return family
     known = ", ".join(architecture for family in FAMILIES.values() for architecture in family.architectures)
-    raise CheckpointError(f"{checkpoint.config.path}: unknown architecture {name!r}. Known: {known}.")
+    raise CheckpointError(f"{checkpoint.config.path}: unknown architecture {reprlib.repr(name)}. Known: {known}.")
 
 
 def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilities:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def special_tokens(checkpoint: Checkpoint, vocab_size: int, overrides: Overrides
             continue
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise CheckpointError(
-                f"{checkpoint.config.path}: {name} {token!r} is outside the vocabulary (0..{vocab_size - 1}). "
+                f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
                 "Pass --mask-token-id, or correct the file."
             )
     if mask in eos:
@@ -83,6 +84,7 @@ def _tokenizer_id(checkpoint: Checkpoint, name: str) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     added = config.get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else []:
-        if text is not None and isinstance(entry, dict) and entry.get("content") == text and number.isdecimal():
-            return int(number)
+        if text is not None and isinstance(entry, dict) and entry.get("content") == text:
+            # Ten digits are no token id, and thousands of them more than int() takes.
+            return int(number) if number.isdecimal() and len(number) < 10 else None
     return None

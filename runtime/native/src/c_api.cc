@@ -27,6 +27,7 @@ struct dlm_session {
   dlm::Buffers buffers;
   std::optional<dlm::Request> request;
   std::string last_error;
+  bool is_running = false;  // inside a call, perhaps inside a callback of the caller's
 };
 
 namespace {
@@ -68,8 +69,17 @@ dlm_status guarded(char* message, size_t capacity, Body body) noexcept {
 template <typename Body>
 dlm_status guarded(dlm_session* session, Body body) noexcept {
   if (session == nullptr) return DLM_INVALID_ARGUMENT;
+  const auto report = [&](const char* text) { session->last_error = text; };
+  if (session->is_running) {
+    // It would pull the request, or the buffers of the pass, from under the call that the callback returns to.
+    return guarded([] { dlm::fail(DLM_INVALID_ARGUMENT, "a callback may not use the session that called it"); }, report);
+  }
+  session->is_running = true;
   session->last_error.clear();
-  return guarded(body, [&](const char* text) { session->last_error = text; });
+  const dlm_status status = guarded(body, report);
+  if (status == DLM_OK) session->last_error.clear();  // of a call that a callback tried
+  session->is_running = false;
+  return status;
 }
 
 template <typename Struct>
@@ -295,15 +305,16 @@ const char* dlm_session_last_error(const dlm_session* session) {
 dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options* options, int32_t* tokens, size_t count,
                                 size_t capacity, dlm_stats* stats, size_t* length) {
   if (length != nullptr) *length = 0;
+  if (stats != nullptr) *stats = {};
   return guarded(session, [&] {
     require(length, "length");
+    require(tokens, "tokens");
     start(*session, options, tokens, count);
     const size_t needed = session->request->canvas().size();
     if (capacity < needed) {
       session->request.reset();
       dlm::fail(DLM_INVALID_ARGUMENT, "capacity = %zu holds fewer tokens than the canvas of %zu", capacity, needed);
     }
-    require(tokens, "tokens");
     while (!session->request->done()) {
       step(*session);
       if (options->on_step == nullptr) continue;

@@ -58,6 +58,15 @@ bool is_plain(std::string_view key) {
 
 }  // namespace
 
+bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const size_t length = utf8_length(text);
+    if (length == 0) return false;
+    text.remove_prefix(length);
+  }
+  return true;
+}
+
 std::string quoted(std::string_view text) {
   constexpr size_t kMost = 60;
   std::string out = "\"";
@@ -156,7 +165,7 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Sorting keeps a hostile object of n keys at n log n comparisons.
+  // Sorted, so that a hostile object of n keys costs n log n comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
     order.reserve(object.items_.size());

@@ -1,10 +1,11 @@
 // A strict reader of JSON (RFC 8259) for text that may be damaged or hostile, as what lies in a bundle may be.
 //
-// Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an escaped NUL (strings go
-// on as C strings), a number that no double holds, duplicate keys, nesting beyond kMaxDepth, text beyond the caller's limit.
-// Every failure is Error(DLM_BAD_BUNDLE). While reading it starts with "line N: "; afterwards the accessors name the value
-// by its path: `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and at most 60
-// characters long.
+// Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an escaped NUL (strings
+// go on as C strings), a number that no double holds, duplicate keys, nesting beyond kMaxDepth, text beyond the caller's
+// limit.
+// Every failure is Error(DLM_BAD_BUNDLE). While reading it starts with "line N: "; afterwards the accessors name the
+// value by its path: `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and at most
+// 60 characters long.
 //
 // A value costs about 120 bytes, so a text of n bytes may take 100 n while it is read: choose the limit accordingly.
 #pragma once
@@ -20,6 +21,9 @@
 namespace dlm::json {
 
 constexpr int kMaxDepth = 64;
+
+// Whether all of text is well-formed UTF-8.
+bool is_utf8(std::string_view text);
 
 // text as it may stand in a message: in double quotes, everything but printable ASCII escaped, cut after 60 characters.
 std::string quoted(std::string_view text);
@@ -48,8 +52,8 @@ class Value {
 
   // The value itself, or a refusal.
   bool boolean() const;
-  double number(double low, double high) const;       // low..high, both included
-  int64_t integer(int64_t low, int64_t high) const;   // written without fraction and exponent
+  double number(double low, double high) const;      // low..high, both included
+  int64_t integer(int64_t low, int64_t high) const;  // written without fraction and exponent
   const std::string& string() const;
   const std::vector<Value>& elements() const;  // of an array
   const std::vector<Value>& members() const;   // of an object, in file order, each with its key()
@@ -64,7 +68,7 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
-  // Refuses the first member whose key is not among known: a reader that skipped it would run something else than was meant.
+  // Refuses the first member whose key is not among known: a reader that skipped it would do something else than meant.
   void refuse_unknown(std::initializer_list<std::string_view> known) const;
 
  private:

@@ -148,7 +148,7 @@ void Request::run_pass(Engine& engine, Buffers& buffers, Range range, bool is_fu
     pass.present_values = buffers.present_values.data();
     past_is_current_ = false;
   } else if (!is_full) {
-    if (!past_is_current_) {
+    if (!past_is_current_ && pass.cached > 0) {
       lay_out(buffers.past, past_bytes, denoiser_.layers, buffers.past_keys, buffers.past_values);
       for (size_t i = 0; i < buffers.past_keys.size(); ++i) {
         const auto copy = [&](const void* present, const void* past) {
@@ -208,8 +208,11 @@ void Request::score(Buffers& buffers, bool is_full) {
   // Cached passes of a shifted denoiser lack the row before the block, which predicts its first position: that position
   // is taken as sure in the full pass, so that it commits there.
   const bool is_first_masked = positions_[0] == blocks_[block_].start;
-  if (is_full && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_masked)
-    buffers.scores[0] = policy_.score == Score::entropy ? 0.0 : 1.0;
+  if (is_full && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_masked) {
+    // Never below another, whatever the graph calls a probability: left masked, it would be scored by row -1.
+    const double best = *std::max_element(buffers.scores.begin(), buffers.scores.end());
+    buffers.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
+  }
 }
 
 void Request::commit(Buffers& buffers) {

@@ -59,7 +59,6 @@ using Run = Entry<9, OrtStatus*(OrtSession*, const OrtRunOptions*, const char* c
 using CreateSessionOptions = Entry<10, OrtStatus*(OrtSessionOptions**)>;
 using SetSessionExecutionMode = Entry<13, OrtStatus*(OrtSessionOptions*, int mode)>;
 using DisableMemPattern = Entry<17, OrtStatus*(OrtSessionOptions*)>;
-using DisableCpuMemArena = Entry<19, OrtStatus*(OrtSessionOptions*)>;
 using SetSessionLogSeverityLevel = Entry<22, OrtStatus*(OrtSessionOptions*, int level)>;
 using SetSessionGraphOptimizationLevel = Entry<23, OrtStatus*(OrtSessionOptions*, int level)>;
 using SetIntraOpNumThreads = Entry<24, OrtStatus*(OrtSessionOptions*, int threads)>;

@@ -52,7 +52,6 @@ CHECK_SLOT(Run);
 CHECK_SLOT(CreateSessionOptions);
 CHECK_SLOT(SetSessionExecutionMode);
 CHECK_SLOT(DisableMemPattern);
-CHECK_SLOT(DisableCpuMemArena);
 CHECK_SLOT(SetSessionLogSeverityLevel);
 CHECK_SLOT(SetSessionGraphOptimizationLevel);
 CHECK_SLOT(SetIntraOpNumThreads);

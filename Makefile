@@ -1,0 +1,49 @@
+# Everything a developer or a first user runs; each target sets up .venv by itself.
+#   make demo   build the demo checkpoint into a bundle and generate from it
+#   make test   lint, types, and all tests but the slow ones
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/native/include/* runtime/native/cmake/*)
+
+.PHONY: demo test test-slow lint format bench clean
+
+demo: $(STAMP) build/demo/manifest.json
+	$(BIN)/python examples/demo/show.py build/demo
+
+build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(wildcard exporter/dlm_export/*.py)
+	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/passes.py
+	$(BIN)/python benchmarks/export.py
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "$(PYTHON) is `$(PYTHON) -V`; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	@command -v c++ >/dev/null || { echo "A C++17 compiler is missing: apt-get install g++"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build $(VENV)

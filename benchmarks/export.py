@@ -1,0 +1,76 @@
+"""Export time and peak memory: `dlm-export build` of random checkpoints, each in a process of its own.
+
+    python benchmarks/export.py [--sizes 134M,1B] [--json FILE]
+
+Peak memory is the process's largest resident set, mapped files included, over the size of the written weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from shapes import ROOT, checkpoint, machine
+
+
+def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
+    """Build once; seconds a stage as the build reports them, peak resident bytes as the kernel does."""
+    source = checkpoint(size)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
+        output = Path(folder) / "bundle"
+        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), "--precision", precision]
+        began = time.perf_counter()
+        process = subprocess.Popen([*command, "--json"] + ([] if check_parity else ["--no-verify"]), stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        text = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
+        if status:
+            raise SystemExit(f"{' '.join(command)}: failed")
+        report = json.loads(text)
+        weights = (output / "denoiser.onnx.data").stat().st_size
+        shutil.rmtree(output)
+    peak = usage.ru_maxrss * 1024
+    return {
+        "size": size,
+        "parameters": report["parameters"],
+        "precision": precision,
+        "parity_checked": check_parity,
+        "seconds": round(seconds, 1),
+        "stages_s": report["stages_s"],
+        "weights_bytes": weights,
+        "peak_rss_bytes": peak,
+        "peak_over_weights": round(peak / weights, 2),
+        "worst_relative": max(row["relative"] for row in report["parity"]["graph"]) if check_parity else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="134M,1B")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for size in arguments.sizes.split(","):
+        for precision, check_parity in (("fp32", False), ("fp16", False), ("fp32", True)):
+            rows.append(measure(size, precision, check_parity))
+            row = rows[-1]
+            print(
+                f"{size:>5} {precision} {'with' if check_parity else 'without'} parity check: {row['seconds']:6.1f} s, "
+                f"peak {row['peak_rss_bytes'] / 2**20:7.0f} MiB, {row['peak_over_weights']:.2f} x weights, {row['stages_s']}",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

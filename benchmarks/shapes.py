@@ -1,0 +1,42 @@
+"""Random checkpoints of the sizes that the benchmarks speak of, in LLaDA's layout, bf16, written once under build/."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "134M": {"d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12, "mlp_hidden_size": 2048, "vocab": 32_000},
+    "1B": {"d_model": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 5632, "vocab": 50_304},
+}
+
+
+def checkpoint(name: str) -> Path:
+    """The folder of a random checkpoint of a shape of ``SHAPES``."""
+    import torch
+    from checkpoints import llada_config, write_checkpoint
+
+    path = ROOT / "build" / "benchmarks" / f"checkpoint-{name}"
+    if not (path / "config.json").is_file():
+        shape = dict(SHAPES[name])
+        vocab = shape.pop("vocab")
+        ids = {"vocab_size": vocab, "embedding_size": vocab, "mask_token_id": vocab - 1, "eos_token_id": vocab - 2}
+        config = llada_config(**shape, **ids, pad_token_id=vocab - 2, max_sequence_length=4096)
+        partial = path.with_suffix(".partial")
+        write_checkpoint(partial, config, dtype=torch.bfloat16, shards=4)
+        partial.rename(path)
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    from importlib import metadata
+
+    from dlm_export.targets import this_machine
+
+    packages = {name: metadata.version(name) for name in ("torch", "onnxruntime", "onnx", "dlm-export")}
+    return this_machine() | packages

@@ -1,0 +1,852 @@
+/* Walks libdlm_runtime's C ABI from C99: what it must refuse, what it must survive, and the loop over a made-up denoiser.
+ *
+ * native_driver BUNDLE - run by tests/test_native.py under AddressSanitizer and UndefinedBehaviorSanitizer; $DLM_ONNXRUNTIME
+ * leads to ONNX Runtime. Prints a line for every claim that fails, then "N passed, N failed". */
+#define _POSIX_C_SOURCE 200809L
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "dlm_runtime.h"
+
+static int passed, failed;
+
+static int claim(int holds, const char *text, int line) {
+  ++*(holds ? &passed : &failed);
+  if (!holds) printf("native_driver.c:%d: not so: %s\n", line, text);
+  return holds;
+}
+#define CLAIM(condition) claim((condition) != 0, #condition, __LINE__)
+
+/* The status, and the session's sentence where there is one to see. */
+static int has_status(dlm_status found, dlm_status wanted, const dlm_session *session, int line) {
+  const char *sentence = session == NULL ? "" : dlm_session_last_error(session);
+  ++*(found == wanted ? &passed : &failed);
+  if (found != wanted) {
+    printf("native_driver.c:%d: %s instead of %s: %s\n", line, dlm_status_name(found), dlm_status_name(wanted), sentence);
+  }
+  if (session != NULL) claim((found == DLM_OK) == (sentence[0] == '\0'), "a sentence exactly on failure", line);
+  return found == wanted;
+}
+#define STATUS(call, wanted) has_status((call), (wanted), NULL, __LINE__)
+#define SESSION_STATUS(call, wanted) has_status((call), (wanted), session, __LINE__)
+
+static void *const garbage = (void *)(intptr_t)-1; /* what out-pointers hold before a call */
+
+/* ---- A denoiser of our own ---- */
+
+enum { V = 50, MASK = 49, EOS = 48, LAYERS = 2, HEADS = 2, HEAD_SIZE = 4, LONGEST = 64, NOWHERE = -1000 };
+
+typedef struct {
+  int32_t shift, element_bytes, eos_at; /* eos_at: a position that predicts EOS, or NOWHERE */
+  int32_t bad_at;                       /* the pass (counted from 0) that goes wrong, or -1 */
+  dlm_status bad_status;
+  int is_token_bad, is_prob_bad, is_entropy_bad;
+  int32_t bad_token;
+  float bad_value;
+  float top_prob; /* of the best candidate of every other row; 0: about 0.9 and different everywhere */
+  dlm_session *re_entered;
+  /* noted by run(); under the lock, as two threads may share a denoiser */
+  pthread_mutex_t lock;
+  int32_t passes, generation, broken_promises;
+} fake;
+
+static fake make_fake(void) {
+  fake f;
+  memset(&f, 0, sizeof f);
+  f.element_bytes = 4;
+  f.eos_at = NOWHERE;
+  f.bad_at = -1;
+  pthread_mutex_init(&f.lock, NULL);
+  return f;
+}
+
+static int32_t token_at(const fake *f, int64_t position) { return position == f->eos_at ? EOS : (int32_t)(position * 7 % 47); }
+
+static uint8_t cache_byte(int32_t layer, int is_value, int32_t head, int64_t position, size_t byte, int32_t generation) {
+  return (uint8_t)(131 * layer + 17 * is_value + 59 * head + 7 * (int32_t)position + (int32_t)byte + 29 * generation);
+}
+
+/* Writes the rows of `positions`, or counts the bytes of them that differ. */
+static int32_t cache_rows(const fake *f, int32_t layer, int is_value, const int64_t *positions, int32_t rows, uint8_t *write,
+                          const uint8_t *compare) {
+  int32_t differences = 0;
+  const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
+  for (int32_t head = 0; head < HEADS; ++head) {
+    for (int32_t row = 0; row < rows; ++row) {
+      for (size_t byte = 0; byte < row_bytes; ++byte) {
+        const size_t at = ((size_t)head * (size_t)rows + (size_t)row) * row_bytes + byte;
+        const uint8_t value = cache_byte(layer, is_value, head, positions[row], byte, f->generation);
+        if (write != NULL) write[at] = value;
+        if (compare != NULL) differences += compare[at] != value;
+      }
+    }
+  }
+  return differences;
+}
+
+/* Holds a pass against what dlm_runtime.h says of it; returns the number of broken promises. */
+static int32_t broken_promises(const fake *f, const dlm_pass *p) {
+  int32_t broken = p->tokens < 1 || p->rows < 1 || p->cached < 0 || p->layers != LAYERS;
+  broken += p->tokens + p->cached > LONGEST || p->top_tokens == NULL || p->top_probs == NULL;
+  if (broken) return broken;
+  for (int32_t i = 0; i < p->tokens; ++i) {
+    broken += p->input_ids[i] < 0 || p->input_ids[i] >= V || p->position_ids[i] != p->position_ids[0] + i;
+  }
+  for (int32_t i = 0; i < p->rows; ++i) broken += p->score_rows[i] < 0 || p->score_rows[i] >= p->tokens;
+  if (p->cached > 0) { /* the keys and values of every other position, in order */
+    int64_t others[LONGEST];
+    const int64_t first = p->position_ids[0];
+    for (int32_t i = 0; i < p->cached; ++i) others[i] = i < first ? i : i + p->tokens;
+    for (int32_t layer = 0; layer < LAYERS; ++layer) {
+      broken += cache_rows(f, layer, 0, others, p->cached, NULL, p->past_keys[layer]) != 0;
+      broken += cache_rows(f, layer, 1, others, p->cached, NULL, p->past_values[layer]) != 0;
+    }
+  }
+  return broken;
+}
+
+static dlm_status run(void *user, const dlm_pass *p) {
+  fake *f = user;
+  pthread_mutex_lock(&f->lock);
+  const int is_bad = f->passes++ == f->bad_at;
+  if (p->present_keys != NULL) ++f->generation;
+  f->broken_promises += broken_promises(f, p);
+  if (p->present_keys != NULL && p->present_values != NULL) {
+    for (int32_t layer = 0; layer < LAYERS; ++layer) {
+      cache_rows(f, layer, 0, p->position_ids, p->tokens, p->present_keys[layer], NULL);
+      cache_rows(f, layer, 1, p->position_ids, p->tokens, p->present_values[layer], NULL);
+    }
+  }
+  pthread_mutex_unlock(&f->lock);
+  if (f->re_entered != NULL) {
+    dlm_step step;
+    if (dlm_session_step(f->re_entered, &step) != DLM_INVALID_ARGUMENT) ++f->broken_promises;
+  }
+  for (int32_t i = 0; i < p->rows; ++i) {
+    const int64_t row = p->score_rows[i];
+    if (row < 0 || row >= p->tokens) continue; /* counted above */
+    const int64_t position = p->position_ids[row];
+    /* A shifted denoiser's row 0 stands for position 0 as well as for 1; which one does not matter here. */
+    const int64_t predicted = position + (f->shift == 1 && !(position == 0 && p->input_ids[row] == MASK) ? 1 : 0);
+    const int is_bad_row = is_bad && i == p->rows - 1;
+    p->top_tokens[2 * i] = is_bad_row && f->is_token_bad ? f->bad_token : token_at(f, predicted);
+    p->top_tokens[2 * i + 1] = 47;
+    p->top_probs[2 * i] = f->top_prob != 0 ? f->top_prob : 0.9f - 0.001f * (float)(predicted % 13);
+    p->top_probs[2 * i + 1] = 0.05f;
+    if (is_bad_row && f->is_prob_bad) p->top_probs[2 * i] = f->bad_value;
+    if (p->entropy != NULL) p->entropy[i] = is_bad_row && f->is_entropy_bad ? f->bad_value : -0.01f * (float)(predicted % 13);
+    if (p->logits != NULL)
+      for (int32_t v = 0; v < V; ++v) p->logits[i * V + v] = (float)(1000 * position + v);
+  }
+  return is_bad ? f->bad_status : DLM_OK;
+}
+
+static dlm_denoiser describe(const fake *f) {
+  static const int32_t eos = EOS;
+  dlm_denoiser d;
+  dlm_denoiser_init(&d);
+  d.vocab_size = V;
+  d.mask_token_id = MASK;
+  d.max_canvas_length = LONGEST;
+  d.layers = LAYERS;
+  d.kv_heads = HEADS;
+  d.head_size = HEAD_SIZE;
+  d.kv_element_bytes = f->element_bytes;
+  d.shift = f->shift;
+  d.has_cache = 1;
+  d.eos_token_ids = &eos;
+  d.eos_count = 1;
+  return d;
+}
+
+static dlm_bundle *open_fake(fake *f) {
+  dlm_bundle *bundle = NULL;
+  const dlm_denoiser d = describe(f);
+  STATUS(dlm_bundle_from_callback(&d, run, f, NULL, 0, &bundle), DLM_OK);
+  return bundle;
+}
+
+static dlm_session *open_session(dlm_bundle *bundle) {
+  dlm_session *session = NULL;
+  STATUS(dlm_session_create(bundle, NULL, 0, &session), DLM_OK);
+  return session;
+}
+
+/* Options whose policy the caller may go on changing. */
+static dlm_generate_options options_of(dlm_policy *policy, int32_t new_tokens) {
+  dlm_generate_options options;
+  dlm_policy_init(policy);
+  dlm_generate_options_init(&options);
+  policy->block_length = 8;
+  options.policy = policy;
+  options.max_new_tokens = new_tokens;
+  return options;
+}
+
+static const int32_t prompt[] = {1, 2, 3};
+
+/* A request without fault, filled with what the denoiser predicts: the session works. */
+static void is_usable(dlm_session *session, const fake *f, int line) {
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 9);
+  int32_t tokens[12] = {1, 2, 3};
+  size_t length = 0;
+  int wrong = 0;
+  has_status(dlm_session_generate(session, &options, tokens, 3, 12, NULL, &length), DLM_OK, session, line);
+  claim(length == 12 && memcmp(tokens, prompt, sizeof prompt) == 0, "the given tokens stay", line);
+  for (int32_t i = 3; i < 12; ++i) wrong += tokens[i] != token_at(f, i);
+  claim(wrong == 0, "every position holds its prediction", line);
+  claim(f->broken_promises == 0, "passes are as the header says", line);
+}
+
+/* ---- Calls without a bundle ---- */
+
+static void test_static_functions(void) {
+  CLAIM(dlm_abi_version() == DLM_ABI_VERSION);
+  CLAIM(strchr(dlm_version(), '.') != NULL);
+  for (dlm_status status = -3; status < 20; ++status) CLAIM(dlm_status_name(status)[0] != '\0');
+  CLAIM(strcmp(dlm_status_name(DLM_CANCELLED), "CANCELLED") == 0);
+  dlm_bundle_destroy(NULL);
+  dlm_session_destroy(NULL);
+  dlm_denoiser_init(NULL);
+  dlm_policy_init(NULL);
+  dlm_open_options_init(NULL);
+  dlm_generate_options_init(NULL);
+  dlm_denoiser denoiser;
+  dlm_bundle_denoiser(NULL, NULL);
+  dlm_bundle_denoiser(NULL, &denoiser);
+  CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0');
+  CLAIM(dlm_session_last_error(NULL)[0] != '\0');
+  dlm_stats stats = {7, 7, 7, 7, 7};
+  dlm_session_stats(NULL, NULL);
+  dlm_session_stats(NULL, &stats);
+  CLAIM(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0);
+}
+
+static void refuse_open(const char *path, const dlm_open_options *options, dlm_status wanted, int line) {
+  char message[200] = "";
+  dlm_bundle *bundle = garbage;
+  has_status(dlm_bundle_open(path, options, message, sizeof message, &bundle), wanted, NULL, line);
+  claim(bundle == NULL && message[0] != '\0', "no bundle, but a sentence", line);
+}
+
+static void test_open_refuses(const char *path) {
+  dlm_open_options options;
+  char message[200] = "";
+  CLAIM(dlm_bundle_open(path, NULL, message, sizeof message, NULL) == DLM_INVALID_ARGUMENT && message[0] != '\0');
+  CLAIM(dlm_bundle_open(NULL, NULL, NULL, 0, NULL) == DLM_INVALID_ARGUMENT);
+  refuse_open(NULL, NULL, DLM_INVALID_ARGUMENT, __LINE__);
+  refuse_open("", NULL, DLM_NOT_FOUND, __LINE__);
+  refuse_open("/no/such/bundle", NULL, DLM_NOT_FOUND, __LINE__);
+  refuse_open("/", NULL, DLM_NOT_FOUND, __LINE__);
+  refuse_open("/dev/null", NULL, DLM_NOT_FOUND, __LINE__);
+  dlm_open_options_init(&options);
+  --options.struct_size;
+  refuse_open(path, &options, DLM_INVALID_ARGUMENT, __LINE__);
+  dlm_open_options_init(&options);
+  options.engine = NULL;
+  refuse_open(path, &options, DLM_UNSUPPORTED, __LINE__);
+  options.engine = "abacus";
+  refuse_open(path, &options, DLM_UNSUPPORTED, __LINE__);
+  dlm_open_options_init(&options);
+  options.threads = -1;
+  refuse_open(path, &options, DLM_INVALID_ARGUMENT, __LINE__);
+  dlm_open_options_init(&options);
+  options.engine_library = "/no/such/libonnxruntime.so";
+  refuse_open(path, &options, DLM_NOT_FOUND, __LINE__);
+}
+
+static void test_messages_stay_inside_their_buffer(void) {
+  char message[64];
+  for (size_t capacity = 0; capacity < 40; ++capacity) {
+    dlm_bundle *bundle = garbage;
+    memset(message, 'x', sizeof message);
+    CLAIM(dlm_bundle_open("/no/such/bundle", NULL, message, capacity, &bundle) == DLM_NOT_FOUND && bundle == NULL);
+    CLAIM(message[capacity] == 'x');
+    if (capacity > 0) CLAIM(strlen(message) < capacity);
+    if (capacity > 1) CLAIM(message[0] == '/');
+  }
+  CLAIM(dlm_bundle_open("/no/such/bundle", NULL, NULL, 64, NULL) == DLM_INVALID_ARGUMENT);
+  dlm_session *session = garbage;
+  CLAIM(dlm_session_create(NULL, NULL, 64, &session) == DLM_INVALID_ARGUMENT && session == NULL);
+  memset(message, 'x', sizeof message);
+  CLAIM(dlm_session_create(NULL, message, 1, &session) == DLM_INVALID_ARGUMENT && memcmp(message, "\0xx", 3) == 0);
+  CLAIM(dlm_session_create(NULL, NULL, 0, NULL) == DLM_INVALID_ARGUMENT);
+}
+
+static void refuse_denoiser(const dlm_denoiser *denoiser, dlm_pass_fn pass, int line) {
+  char message[200] = "";
+  dlm_bundle *bundle = garbage;
+  const dlm_status status = dlm_bundle_from_callback(denoiser, pass, NULL, message, sizeof message, &bundle);
+  has_status(status, DLM_INVALID_ARGUMENT, NULL, line);
+  claim(bundle == NULL && message[0] != '\0', "no bundle, but a sentence", line);
+}
+
+static void test_denoisers_out_of_range_are_refused(void) {
+  fake f = make_fake();
+  const dlm_denoiser good = describe(&f);
+  const int32_t wrong_ends[][1] = {{-1}, {V}, {MASK}};
+  CLAIM(dlm_bundle_from_callback(&good, run, &f, NULL, 0, NULL) == DLM_INVALID_ARGUMENT);
+  refuse_denoiser(NULL, run, __LINE__);
+  refuse_denoiser(&good, NULL, __LINE__);
+#define REFUSE(field, value)                \
+  do {                                      \
+    dlm_denoiser bad = good;                \
+    bad.field = (value);                    \
+    refuse_denoiser(&bad, run, __LINE__);   \
+  } while (0)
+  REFUSE(struct_size, 0);
+  REFUSE(struct_size, sizeof good + 8);
+  REFUSE(vocab_size, 1);
+  REFUSE(vocab_size, INT32_MIN);
+  REFUSE(mask_token_id, -1);
+  REFUSE(mask_token_id, V);
+  REFUSE(max_canvas_length, 0);
+  REFUSE(max_canvas_length, INT32_MAX);
+  REFUSE(layers, 0);
+  REFUSE(kv_heads, -1);
+  REFUSE(head_size, 0);
+  REFUSE(top_k, 1);
+  REFUSE(top_k, 65);
+  REFUSE(kv_element_bytes, 0);
+  REFUSE(shift, 2);
+  REFUSE(eos_token_ids, NULL);
+  REFUSE(eos_count, SIZE_MAX);
+  for (size_t i = 0; i < 3; ++i) REFUSE(eos_token_ids, wrong_ends[i]);
+#undef REFUSE
+}
+
+static void test_presets(const char *path) {
+  char message[200] = "";
+  dlm_policy policy, untouched;
+  dlm_bundle *bundle = NULL;
+  dlm_policy_init(&policy);
+  untouched = policy;
+  if (STATUS(dlm_bundle_open(path, NULL, message, sizeof message, &bundle), DLM_OK)) {
+    CLAIM(message[0] == '\0' && dlm_bundle_manifest(bundle)[0] == '{' && strstr(dlm_bundle_engine(bundle), "onnxruntime"));
+    CLAIM(dlm_bundle_preset(bundle, "no such", message, sizeof message, &policy) == DLM_NOT_FOUND);
+    CLAIM(strstr(message, "llada") != NULL && memcmp(&policy, &untouched, sizeof policy) == 0);
+    CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, NULL) == DLM_INVALID_ARGUMENT);
+    CLAIM(dlm_bundle_preset(NULL, NULL, message, sizeof message, &policy) == DLM_INVALID_ARGUMENT);
+    policy.struct_size = 8;
+    CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_INVALID_ARGUMENT);
+    policy.struct_size = sizeof policy;
+    CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_OK && message[0] == '\0');
+    CLAIM(dlm_bundle_preset(bundle, "fast-dllm", NULL, 0, &policy) == DLM_OK && strcmp(policy.cache, "dual") == 0);
+  }
+  dlm_bundle_destroy(bundle);
+  fake f = make_fake();
+  bundle = open_fake(&f);
+  CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_NOT_FOUND && message[0] != '\0');
+  dlm_denoiser told;
+  dlm_bundle_denoiser(bundle, &told);
+  CLAIM(told.struct_size == sizeof told && told.vocab_size == V && told.eos_count == 1 && told.eos_token_ids[0] == EOS);
+  dlm_bundle_destroy(bundle);
+}
+
+/* ---- Requests that are refused ---- */
+
+/* Refused by generate and by start, with everything left as it was, and the session good for the next request. */
+static void refuse_request(dlm_session *session, const fake *f, const dlm_generate_options *options, const int32_t *given,
+                           size_t count, dlm_status wanted, int line) {
+  int32_t tokens[LONGEST];
+  dlm_stats stats = {7, 7, 7, 7, 7};
+  size_t length = 99;
+  memset(tokens, 0x55, sizeof tokens);
+  if (given != NULL && count <= LONGEST) memcpy(tokens, given, count * sizeof *given);
+  has_status(dlm_session_generate(session, options, tokens, count, LONGEST, &stats, &length), wanted, session, line);
+  claim(length == 0, "length is 0 on failure", line);
+  claim(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0, "stats are 0 on failure", line);
+  if (given != NULL && count <= LONGEST) claim(memcmp(tokens, given, count * sizeof *given) == 0, "given ids stay", line);
+  for (size_t i = given != NULL && count <= LONGEST ? count : 0; i < LONGEST; ++i) {
+    if (tokens[i] != 0x55555555) claim(0, "tokens are untouched", line);
+  }
+  has_status(dlm_session_start(session, options, tokens, count), wanted, session, line);
+  dlm_step step;
+  has_status(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT, session, line);
+  claim(step.canvas == NULL && step.length == 0 && step.done == 0, "step is 0 on failure", line);
+  is_usable(session, f, line);
+}
+
+static void test_wrong_requests_are_refused(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  dlm_generate_options good = options_of(&policy, 8);
+  int32_t tokens[LONGEST] = {1, 2, 3};
+  size_t length = 99;
+  CLAIM(dlm_session_generate(NULL, &good, tokens, 3, LONGEST, NULL, &length) == DLM_INVALID_ARGUMENT && length == 0);
+  SESSION_STATUS(dlm_session_generate(session, &good, tokens, 3, LONGEST, NULL, NULL), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_generate(session, &good, NULL, 3, LONGEST, NULL, &length), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_generate(session, &good, NULL, 0, LONGEST, NULL, &length), DLM_INVALID_ARGUMENT);
+  dlm_step step;
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* nothing was left running */
+  for (size_t capacity = 0; capacity < 11; ++capacity) {
+    SESSION_STATUS(dlm_session_generate(session, &good, tokens, 3, capacity, NULL, &length), DLM_INVALID_ARGUMENT);
+  }
+  CLAIM(tokens[0] == 1 && tokens[3] == 0 && length == 0 && f.passes == 0);
+  SESSION_STATUS(dlm_session_generate(session, &good, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(dlm_session_start(NULL, &good, tokens, 3) == DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_start(session, &good, NULL, 3), DLM_INVALID_ARGUMENT);
+
+  const int32_t outside[] = {1, -1, V, INT32_MAX, INT32_MIN};
+  for (size_t i = 1; i < sizeof outside / sizeof *outside; ++i) {
+    const int32_t given[] = {1, 2, outside[i]};
+    refuse_request(session, &f, &good, given, 3, DLM_INVALID_ARGUMENT, __LINE__);
+  }
+#define REFUSE_OPTIONS(field, value)                                                        \
+  do {                                                                                      \
+    dlm_generate_options bad = good;                                                        \
+    bad.field = (value);                                                                    \
+    refuse_request(session, &f, &bad, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);           \
+  } while (0)
+  REFUSE_OPTIONS(struct_size, 0);
+  REFUSE_OPTIONS(struct_size, sizeof good - 1);
+  REFUSE_OPTIONS(max_new_tokens, -1);
+  REFUSE_OPTIONS(max_new_tokens, INT32_MIN);
+  REFUSE_OPTIONS(max_new_tokens, INT32_MAX);
+  REFUSE_OPTIONS(max_new_tokens, LONGEST - 2);
+  REFUSE_OPTIONS(steps, -1);
+  refuse_request(session, &f, NULL, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
+  refuse_request(session, &f, &good, NULL, LONGEST + 1, DLM_INVALID_ARGUMENT, __LINE__);
+  refuse_request(session, &f, &good, NULL, SIZE_MAX, DLM_INVALID_ARGUMENT, __LINE__);
+  dlm_generate_options none = good;
+  none.max_new_tokens = 0;
+  refuse_request(session, &f, &none, NULL, 0, DLM_INVALID_ARGUMENT, __LINE__); /* an empty canvas */
+  dlm_generate_options hasty = good;
+  hasty.max_new_tokens = 24;
+  hasty.steps = 2; /* three blocks */
+  refuse_request(session, &f, &hasty, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
+
+#define REFUSE_POLICY(field, value, wanted)                         \
+  do {                                                              \
+    good = options_of(&policy, 8);                                  \
+    policy.field = (value);                                         \
+    refuse_request(session, &f, &good, prompt, 3, wanted, __LINE__); \
+  } while (0)
+#define REFUSE_VALUE(field)                            \
+  REFUSE_POLICY(field, NULL, DLM_INVALID_ARGUMENT);    \
+  REFUSE_POLICY(field, "", DLM_INVALID_ARGUMENT);      \
+  REFUSE_POLICY(field, "no such", DLM_INVALID_ARGUMENT)
+  REFUSE_VALUE(select);
+  REFUSE_VALUE(score);
+  REFUSE_VALUE(commit);
+  REFUSE_VALUE(compare);
+  REFUSE_VALUE(schedule);
+  REFUSE_VALUE(remask);
+  REFUSE_VALUE(cache);
+  REFUSE_VALUE(stop);
+  REFUSE_POLICY(struct_size, 0, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(block_length, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(block_length, INT32_MAX, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(steps_per_block, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(threshold, 1.5, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(threshold, (double)NAN, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(factor, -1.0, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(entropy_bound, -0.1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(timestep_eps, 0.0, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(temperature, 1.0, DLM_UNSUPPORTED);
+  REFUSE_POLICY(temperature, (double)NAN, DLM_UNSUPPORTED);
+  good = options_of(&policy, 8);
+  policy.commit = "threshold";
+  policy.score = "entropy";
+  refuse_request(session, &f, &good, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+
+  dlm_denoiser cacheless = describe(&f);
+  cacheless.has_cache = 0;
+  bundle = NULL;
+  STATUS(dlm_bundle_from_callback(&cacheless, run, &f, NULL, 0, &bundle), DLM_OK);
+  session = open_session(bundle);
+  REFUSE_POLICY(cache, "dual", DLM_UNSUPPORTED);
+  REFUSE_POLICY(cache, "prefix", DLM_UNSUPPORTED);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+static void test_wrong_logits_requests_are_refused(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  float logits[3 * V];
+  const int32_t rows[] = {2, 0, 2}, given[] = {1, MASK, 3}, outside[] = {1, V, 3};
+  const int32_t wrong_rows[][1] = {{-1}, {3}, {INT32_MAX}, {INT32_MIN}};
+#define REFUSE(...) SESSION_STATUS(dlm_session_logits(session, __VA_ARGS__), DLM_INVALID_ARGUMENT)
+  CLAIM(dlm_session_logits(NULL, given, 3, rows, 3, logits, 3 * V) == DLM_INVALID_ARGUMENT);
+  REFUSE(NULL, 3, rows, 3, logits, 3 * V);
+  REFUSE(NULL, 0, rows, 3, logits, 3 * V);
+  REFUSE(given, 0, rows, 1, logits, 3 * V);
+  REFUSE(given, 3, NULL, 3, logits, 3 * V);
+  REFUSE(given, 3, rows, 3, NULL, 3 * V);
+  REFUSE(given, 3, rows, 0, logits, 3 * V);
+  REFUSE(given, 3, rows, 4, logits, SIZE_MAX);
+  REFUSE(given, 3, rows, SIZE_MAX, logits, SIZE_MAX);
+  REFUSE(given, 3, rows, 3, logits, 3 * V - 1);
+  REFUSE(outside, 3, rows, 3, logits, 3 * V);
+  REFUSE(given, LONGEST + 1, rows, 3, logits, 3 * V);
+  REFUSE(given, SIZE_MAX, rows, 3, logits, 3 * V);
+  for (size_t i = 0; i < 4; ++i) REFUSE(given, 3, wrong_rows[i], 1, logits, 3 * V);
+#undef REFUSE
+  CLAIM(f.passes == 0);
+  SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 3, logits, 3 * V), DLM_OK);
+  CLAIM(logits[0] == 2000 && logits[V + 1] == 1 && logits[3 * V - 1] == 2000 + V - 1 && f.broken_promises == 0);
+  f.bad_at = f.passes;
+  f.bad_status = DLM_ENGINE_FAILED;
+  SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 3, logits, 3 * V), DLM_ENGINE_FAILED);
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 8);
+  dlm_step step;
+  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 1, logits, V), DLM_OK);
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* logits dropped the request */
+  is_usable(session, &f, __LINE__);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+/* ---- Steps and callbacks ---- */
+
+static void test_steps(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 10);
+  dlm_stats stats;
+  dlm_step step;
+  CLAIM(dlm_session_step(NULL, &step) == DLM_INVALID_ARGUMENT);
+  memset(&step, 0x55, sizeof step);
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* before any start */
+  CLAIM(step.canvas == NULL && step.guess == NULL && step.score == NULL && step.length == 0 && step.done == 0);
+  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  SESSION_STATUS(dlm_session_step(session, NULL), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
+  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK); /* drops the running request */
+  int32_t steps = 0, committed = 0;
+  do {
+    if (!SESSION_STATUS(dlm_session_step(session, &step), DLM_OK)) break;
+    ++steps;
+    committed += step.committed;
+    CLAIM(step.nfe == steps && step.length == 13 && step.block_start < step.block_end && step.block_end <= 13);
+    for (int32_t i = 0; i < step.length; ++i) {
+      const int is_scored = step.canvas[i] == MASK && i >= step.block_start && i < step.block_end;
+      CLAIM(is_scored ? step.guess[i] == token_at(&f, i) && step.score[i] > 0 : step.guess[i] == -1 && step.score[i] == 0);
+    }
+  } while (!step.done);
+  dlm_session_stats(session, &stats);
+  dlm_session_stats(session, NULL);
+  CLAIM(steps == 10 && committed == 10 && stats.nfe == 10 && f.passes == 11 && stats.total_s >= stats.passes_s);
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_OK); /* done already: no pass is made */
+  CLAIM(step.done == 1 && step.nfe == 10 && f.passes == 11 && f.broken_promises == 0);
+  is_usable(session, &f, __LINE__);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+typedef struct {
+  int32_t calls, stop_at;
+  dlm_session *re_entered; /* the session that is generating, or NULL */
+  dlm_status answers[4];
+} watcher;
+
+static int32_t watch(void *user, const dlm_step *step) {
+  watcher *w = user;
+  ++w->calls;
+  if (w->re_entered != NULL) {
+    dlm_policy policy;
+    dlm_stats stats;
+    const dlm_generate_options options = options_of(&policy, 8);
+    int32_t tokens[8];
+    float logits[V];
+    size_t length;
+    dlm_step other;
+    const int32_t row = 0;
+    w->answers[0] = dlm_session_step(w->re_entered, &other);
+    w->answers[1] = dlm_session_start(w->re_entered, &options, NULL, 0);
+    w->answers[2] = dlm_session_logits(w->re_entered, prompt, 1, &row, 1, logits, V);
+    w->answers[3] = dlm_session_generate(w->re_entered, &options, tokens, 0, 8, NULL, &length);
+    dlm_session_stats(w->re_entered, &stats); /* only reads */
+    CLAIM(stats.nfe == step->nfe);
+  }
+  CLAIM(step->nfe == w->calls && step->canvas != NULL && step->length > 0);
+  return w->calls == w->stop_at ? -5 : 0;
+}
+
+static void test_step_callbacks(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  dlm_generate_options options = options_of(&policy, 8);
+  dlm_step step;
+  int32_t tokens[11] = {1, 2, 3};
+  size_t length = 99;
+  options.on_step = watch;
+  for (int32_t stop_at = 1; stop_at <= 8; ++stop_at) { /* the last one asks when all is done */
+    watcher w = {0, stop_at, NULL, {0}};
+    options.user = &w;
+    SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_CANCELLED);
+    CLAIM(w.calls == stop_at && length == 0 && tokens[0] == 1 && tokens[3] == 0);
+    SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT);
+    is_usable(session, &f, __LINE__);
+  }
+  watcher patient = {0, 0, NULL, {0}};
+  options.user = &patient;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(patient.calls == 8 && length == 11);
+  /* Callbacks that use the session which calls them are refused, and the request goes on. */
+  watcher meddler = {0, 0, session, {0}};
+  options.user = &meddler;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  for (size_t i = 0; i < 4; ++i) CLAIM(meddler.answers[i] == DLM_INVALID_ARGUMENT);
+  CLAIM(meddler.calls == 8 && length == 11);
+  f.re_entered = session;
+  is_usable(session, &f, __LINE__);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+static void test_failing_passes_end_the_request(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  const dlm_status statuses[] = {DLM_ENGINE_FAILED, DLM_CANCELLED, DLM_OUT_OF_MEMORY, 99, -12};
+  const int32_t tokens[] = {-1, V, MASK, INT32_MAX, INT32_MIN};
+  const float values[] = {NAN, INFINITY, -INFINITY};
+  dlm_policy policy;
+  for (int32_t pass = 0; pass < 3; ++pass) {
+    for (size_t i = 0; i < 5 + 5 + 3 + 2 * 3; ++i) {
+      dlm_generate_options options = options_of(&policy, 12);
+      dlm_status wanted = DLM_ENGINE_FAILED;
+      policy.cache = pass == 2 ? "dual" : "none";
+      f.bad_at = f.passes + pass;
+      if (i < 5) {
+        wanted = f.bad_status = statuses[i];
+      } else if (i < 10) {
+        f.is_token_bad = 1;
+        f.bad_token = tokens[i - 5];
+      } else {
+        f.is_prob_bad = i < 13;
+        f.is_entropy_bad = i >= 13;
+        f.bad_value = values[(i - 10) % 3];
+        if (i >= 13) policy.score = "entropy";
+        if (i >= 16) policy.commit = "entropy_bound";
+      }
+      int32_t canvas[15] = {1, 2, 3};
+      size_t length = 99;
+      dlm_step step;
+      const int32_t before = f.passes;
+      policy.entropy_bound = 0; /* one or two positions a pass, so that the third one is reached */
+      SESSION_STATUS(dlm_session_generate(session, &options, canvas, 3, 15, NULL, &length), wanted);
+      CLAIM(f.passes == before + pass + 1 && length == 0 && canvas[3] == 0);
+      f.bad_at = f.passes;
+      SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+      SESSION_STATUS(dlm_session_step(session, &step), wanted);
+      CLAIM(step.canvas == NULL && step.length == 0);
+      SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT);
+      f.bad_at = -1;
+      f.bad_status = DLM_OK;
+      f.is_token_bad = f.is_prob_bad = f.is_entropy_bad = 0;
+      is_usable(session, &f, __LINE__);
+    }
+  }
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+/* ---- The loop ---- */
+
+static void fill(dlm_session *session, const fake *f, const dlm_generate_options *options, const int32_t *given, size_t count,
+                 int line) {
+  int32_t tokens[LONGEST];
+  dlm_stats stats;
+  size_t length = 0;
+  const int32_t before = f->passes;
+  const size_t expected = count + (size_t)options->max_new_tokens;
+  if (count > 0) memcpy(tokens, given, count * sizeof *given);
+  const dlm_status status = dlm_session_generate(session, options, tokens, count, LONGEST, &stats, &length);
+  if (!has_status(status, DLM_OK, session, line)) return;
+  claim(length == expected && stats.nfe == f->passes - before, "the canvas' length, and passes as counted", line);
+  claim(f->broken_promises == 0, "passes are as the header says, and cached rows are those of the last full pass", line);
+  for (size_t i = 0; i < length; ++i) {
+    const int is_given = i < count && given[i] != MASK;
+    /* Position 0 of a shifted denoiser is predicted by row 0, as position 1 is. */
+    const int is_right = tokens[i] == (is_given ? given[i] : token_at(f, (int64_t)i));
+    if (!is_right && !(f->shift == 1 && i <= 1)) claim(0, "every mask token became its prediction, nothing else changed", line);
+  }
+}
+
+static void test_canvases_of_every_kind_are_filled(void) {
+  static const char *const caches[] = {"none", "prefix", "dual"};
+  static const char *const commits[] = {"static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential"};
+  static const char *const scores[] = {"confidence", "margin", "random", "entropy"};
+  static const int32_t blocks[] = {0, 1, 5, 8, LONGEST, 1 << 24};
+  const int32_t gaps[] = {1, MASK, MASK, 4, MASK, 6, 7, 8, 9, 10, 11, 12, 13, MASK, 15}, masks[] = {MASK, MASK, MASK};
+  for (int32_t variant = 0; variant < 6; ++variant) {
+    fake f = make_fake();
+    f.shift = variant & 1;
+    f.element_bytes = variant < 4 ? 4 : 2;
+    f.top_prob = variant == 2 || variant == 3 ? 7.5f : 0; /* nothing that a softmax gives, but a graph can */
+    dlm_bundle *bundle = open_fake(&f);
+    dlm_session *session = open_session(bundle);
+    for (size_t cache = 0; cache < 3; ++cache) {
+      for (size_t commit = 0; commit < 7; ++commit) {
+        for (size_t block = 0; block < 6; ++block) {
+          dlm_policy policy;
+          dlm_generate_options options = options_of(&policy, 17);
+          policy.cache = caches[cache];
+          policy.commit = commits[commit];
+          policy.score = scores[commit >= 1 && commit <= 3 ? block % 3 : block % 4];
+          policy.block_length = blocks[block];
+          fill(session, &f, &options, prompt, 3, __LINE__);
+          fill(session, &f, &options, gaps, 15, __LINE__);
+          fill(session, &f, &options, masks, 3, __LINE__);
+          fill(session, &f, &options, NULL, 0, __LINE__); /* nothing given */
+          options.max_new_tokens = 0;
+          fill(session, &f, &options, gaps, 15, __LINE__); /* infilling alone */
+          fill(session, &f, &options, prompt, 3, __LINE__); /* nothing to do */
+          options.max_new_tokens = 1;
+          fill(session, &f, &options, prompt, 3, __LINE__);
+          options.max_new_tokens = LONGEST;
+          fill(session, &f, &options, NULL, 0, __LINE__); /* as long as it may be */
+        }
+      }
+    }
+    dlm_session_destroy(session);
+    dlm_bundle_destroy(bundle);
+  }
+}
+
+static void test_a_new_session_takes_a_canvas_of_masks_alone(void) {
+  static const char *const caches[] = {"none", "prefix", "dual"};
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  for (size_t cache = 0; cache < 3; ++cache) { /* the block is the canvas: no position is left to be cached */
+    dlm_session *session = open_session(bundle);
+    dlm_policy policy;
+    const dlm_generate_options options = options_of(&policy, 4);
+    policy.cache = caches[cache];
+    fill(session, &f, &options, NULL, 0, __LINE__);
+    dlm_session_destroy(session);
+  }
+  dlm_bundle_destroy(bundle);
+}
+
+static void test_counts(void) {
+  fake f = make_fake();
+  f.shift = 1;
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  dlm_generate_options options = options_of(&policy, 0);
+  int32_t tokens[LONGEST] = {1, 2, 3};
+  dlm_stats stats;
+  size_t length = 0;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 3, &stats, &length), DLM_OK);
+  CLAIM(length == 3 && stats.nfe == 0 && stats.cache_bytes == 0 && f.passes == 0); /* no new tokens: no pass */
+  options.max_new_tokens = 16;
+  policy.cache = "dual";
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  /* keys and values of 19 positions, and of the 11 outside the block */
+  CLAIM(length == 19 && stats.nfe == 16 && stats.cache_bytes == 2 * LAYERS * HEADS * HEAD_SIZE * 4 * (19 + 11));
+  options.steps = 6;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  CLAIM(stats.nfe == 6 && stats.prefill_s > 0 && stats.passes_s > 0 && f.broken_promises == 0);
+  f.eos_at = 5; /* in the first of two blocks */
+  options.steps = 0;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  CLAIM(length == 19 && stats.nfe == 8 && tokens[5] == EOS && tokens[11] == EOS && tokens[18] == EOS && tokens[10] != EOS);
+  options.policy = NULL; /* dlm_policy_init's for a callback bundle */
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  CLAIM(length == 19 && stats.nfe == 16);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+/* ---- Threads ---- */
+
+typedef struct {
+  dlm_session *session;
+  const int32_t *expected;
+  int32_t given, length, wrong;
+} worker;
+
+static void *work(void *argument) {
+  worker *w = argument;
+  dlm_generate_options options;
+  dlm_generate_options_init(&options);
+  options.max_new_tokens = w->length - w->given;
+  for (int round = 0; round < 8; ++round) {
+    int32_t tokens[LONGEST] = {1, 2, 3, 4};
+    size_t length = 0;
+    /* Every second request fails: errors stay with their session. */
+    if (round % 2 == 1) tokens[0] = -1;
+    const dlm_status wanted = round % 2 == 1 ? DLM_INVALID_ARGUMENT : DLM_OK;
+    if (dlm_session_generate(w->session, &options, tokens, (size_t)w->given, LONGEST, NULL, &length) != wanted) ++w->wrong;
+    if ((dlm_session_last_error(w->session)[0] == '\0') != (wanted == DLM_OK)) ++w->wrong;
+    if (wanted == DLM_OK) w->wrong += memcmp(tokens, w->expected, (size_t)w->length * sizeof *tokens) != 0;
+  }
+  return NULL;
+}
+
+static void test_two_threads_get_what_one_gets(dlm_bundle *bundle) {
+  int32_t expected[2][LONGEST] = {{1, 2, 3, 4}, {1, 2, 3, 4}};
+  worker workers[2] = {{NULL, expected[0], 3, 20, 0}, {NULL, expected[1], 4, 40, 0}};
+  pthread_t threads[2];
+  for (size_t i = 0; i < 2; ++i) {
+    dlm_generate_options options;
+    dlm_generate_options_init(&options);
+    options.max_new_tokens = workers[i].length - workers[i].given;
+    dlm_session *session = workers[i].session = open_session(bundle);
+    size_t length = 0;
+    SESSION_STATUS(
+        dlm_session_generate(session, &options, expected[i], (size_t)workers[i].given, LONGEST, NULL, &length), DLM_OK);
+  }
+  for (size_t i = 0; i < 2; ++i) CLAIM(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
+  for (size_t i = 0; i < 2; ++i) {
+    CLAIM(pthread_join(threads[i], NULL) == 0);
+    CLAIM(workers[i].wrong == 0);
+    dlm_session_destroy(workers[i].session);
+  }
+}
+
+static void test_threads(const char *path) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  test_two_threads_get_what_one_gets(bundle);
+  CLAIM(f.broken_promises == 0);
+  dlm_bundle_destroy(bundle);
+  bundle = NULL;
+  if (STATUS(dlm_bundle_open(path, NULL, NULL, 0, &bundle), DLM_OK)) test_two_threads_get_what_one_gets(bundle);
+  dlm_bundle_destroy(bundle);
+}
+
+int main(int argc, char **argv) {
+  if (argc != 2) {
+    fprintf(stderr, "usage: native_driver BUNDLE\n");
+    return 2;
+  }
+  setvbuf(stdout, NULL, _IOLBF, 0); /* claims are on paper before a sanitizer aborts */
+  test_static_functions();
+  test_open_refuses(argv[1]);
+  test_messages_stay_inside_their_buffer();
+  test_denoisers_out_of_range_are_refused();
+  test_presets(argv[1]);
+  test_wrong_requests_are_refused();
+  test_wrong_logits_requests_are_refused();
+  test_steps();
+  test_step_callbacks();
+  test_failing_passes_end_the_request();
+  test_canvases_of_every_kind_are_filled();
+  test_a_new_session_takes_a_canvas_of_masks_alone();
+  test_counts();
+  test_threads(argv[1]);
+  printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 ? 0 : 1;
+}

@@ -1,0 +1,582 @@
+"""The bundle's format: manifest.schema.json and the native reader agree, and no damage gets past them or crashes.
+
+The native library runs in this process, so a crash of it ends the test run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dlm_runtime
+from dlm_export import bundle as bundle_files
+from dlm_export import families
+from dlm_export.build import presets_for
+from dlm_export.checkpoint import Checkpoint
+from dlm_export.families.base import Overrides
+from dlm_runtime import BundleError, DlmError, EngineError, Policy
+
+SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+DATA_FILE = "denoiser.onnx.data"
+
+
+def examples(count: int) -> settings:
+    """Settings of a property test: no deadline, because the machine may be busy."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+# What the native reader has no use for, and so may leave unread; the schema says what a build writes there.
+UNREAD = (
+    ("producer",),
+    ("family",),
+    ("architecture",),
+    ("precision",),
+    ("target",),
+    ("denoiser", "hidden_size"),
+    ("denoiser", "heads"),
+    ("denoiser", "mlp_size"),
+    ("denoiser", "parameters"),
+    ("tokens", "pad"),
+    ("graph", "opset"),
+    ("graph", "inputs"),
+    ("graph", "outputs"),
+)
+
+
+def _loosened(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as far as the native reader must enforce it while it compares no hashes."""
+    loose = copy.deepcopy(schema)
+    for *parents, key in UNREAD:
+        node = loose
+        for parent in parents:
+            node = node["properties"][parent]
+        node["properties"][key] = {}
+        node["required"].remove(key)
+    # The digits of a hash are compared with the file's, which check_hashes=False leaves out.
+    digest = loose["properties"]["files"]["additionalProperties"]["properties"]["sha256"]
+    del digest["pattern"]
+    digest["minLength"] = digest["maxLength"] = 64
+    return loose
+
+
+LOOSE_VALIDATOR = jsonschema.Draft202012Validator(_loosened(SCHEMA))
+
+
+@pytest.fixture
+def bundle(llada_bundle: Path, tmp_path: Path) -> Path:
+    """A copy of a built bundle, free to be damaged."""
+    return Path(shutil.copytree(llada_bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def shared_bundle(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy whose manifest each example of a property test writes anew."""
+    return Path(shutil.copytree(llada_bundle, tmp_path_factory.mktemp("format") / "bundle"))
+
+
+def _read(bundle: Path) -> dict[str, Any]:
+    return json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+
+
+def _write(bundle: Path, manifest: Any) -> None:
+    (bundle / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def _change(bundle: Path, *path: str, value: Any) -> None:
+    manifest = _read(bundle)
+    node = manifest
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    _write(bundle, manifest)
+
+
+def _relist(bundle: Path, name: str) -> None:
+    """Bring a file's size and hash in the manifest up to date."""
+    content = (bundle / name).read_bytes()
+    _change(bundle, "files", name, value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+
+
+def _opens(bundle: Path, check_hashes: bool = False) -> bool:
+    """Whether the bundle opens; anything but a DlmError is a defect and goes through."""
+    try:
+        dlm_runtime.open(bundle, threads=1, check_hashes=check_hashes).close()
+    except DlmError as err:
+        sentence = str(err)
+    else:
+        return True
+    assert sentence, "an error without a sentence"
+    assert "\n" not in sentence
+    return False
+
+
+def _refusal(bundle: Path, kind: type[DlmError] = BundleError, check_hashes: bool = False) -> str:
+    with pytest.raises(kind) as caught:
+        dlm_runtime.open(bundle, threads=1, check_hashes=check_hashes)
+    assert str(bundle) in str(caught.value), "the message does not say where"
+    return str(caught.value)
+
+
+# ---- What a build writes ----
+
+
+def test_a_built_manifest_is_valid_under_the_schema(llada_bundle: Path) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    manifest = _read(llada_bundle)
+    assert [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)] == []
+    on_disk = {p.relative_to(llada_bundle).as_posix() for p in llada_bundle.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) == on_disk - {"manifest.json"}
+
+
+def test_every_property_of_the_schema_has_a_description_and_every_object_is_closed() -> None:
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, list):
+            for i, item in enumerate(node):
+                walk(item, f"{path}[{i}]")
+        if not isinstance(node, dict):
+            return
+        if node.get("type") == "object":
+            assert "additionalProperties" in node, path
+            for key, value in node.get("properties", {}).items():
+                assert value.get("description"), f"{path}.{key}"
+        for key, value in node.items():
+            walk(value, f"{path}.{key}")
+
+    walk(SCHEMA, "$")
+
+
+def test_an_opened_bundle_gives_back_the_manifest_that_was_written(bundle: Path) -> None:
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        assert opened.manifest == _read(bundle)
+
+
+@pytest.mark.parametrize("style", [{"indent": 7}, {"separators": (",", ":")}, {"sort_keys": True}, {"ensure_ascii": True}])
+def test_the_way_a_manifest_is_laid_out_does_not_matter(bundle: Path, style: dict[str, Any]) -> None:
+    manifest = _read(bundle)
+    manifest["presets"]["übermäßig 😀"] = manifest["presets"]["llada"]
+    (bundle / "manifest.json").write_text(json.dumps(manifest, **({"ensure_ascii": False} | style)), encoding="utf-8")
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        assert opened.manifest == manifest
+        assert opened.policy("übermäßig 😀") == opened.policy("llada")
+
+
+def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path) -> None:
+    for path in (llada_checkpoint, dream_checkpoint):
+        capabilities = families.read_capabilities(Checkpoint(path), Overrides())
+        presets, default = presets_for(capabilities)
+        graph = {"file": "denoiser.onnx", "opset": 23, "top_k": 2, "inputs": ["input_ids"], "outputs": ["logits"]}
+        (tmp_path / "denoiser.onnx").write_bytes(b"graph")
+        (tmp_path / "chat.jinja").write_text("{{ messages }}")
+        (tmp_path / "tokenizer.json").write_text("{}")
+        manifest = bundle_files.make_manifest(
+            capabilities,
+            precision="fp16",
+            target="cpu",
+            graph=graph,
+            presets=presets,
+            default_preset=default,
+            tokenizer="tokenizer.json",
+            chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
+        )
+        bundle_files.finish(tmp_path, manifest)
+        assert [error.message for error in VALIDATOR.iter_errors(_read(tmp_path))] == []
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    """Every policy that a manifest may hold."""
+    properties = SCHEMA["$defs"]["preset"]["properties"]
+
+    def value(rule: dict[str, Any]) -> st.SearchStrategy[Any]:
+        if "const" in rule:
+            return st.just(float(rule["const"]))
+        if "enum" in rule:
+            return st.sampled_from(rule["enum"])
+        numbers = st.integers if rule["type"] == "integer" else st.floats
+        return numbers(rule["minimum"], rule["maximum"])
+
+    fields = {name: draw(value(rule)) for name, rule in properties.items()}
+    if fields["commit"] in ("threshold", "dynamic", "factor") and fields["score"] == "entropy":
+        fields["score"] = "margin"
+    return Policy(**fields)
+
+
+@examples(40)
+@given(policy=policies())
+def test_every_policy_of_the_schema_survives_the_round_trip(shared_bundle: Path, llada_bundle: Path, policy: Policy) -> None:
+    manifest = _read(llada_bundle)
+    manifest["presets"]["drawn"] = policy.as_dict()
+    assert VALIDATOR.is_valid(manifest)
+    _write(shared_bundle, manifest)
+    with dlm_runtime.open(shared_bundle, threads=1, check_hashes=False) as opened:
+        assert opened.policy("drawn") == policy
+
+
+def test_a_preset_without_a_field_takes_the_default_of_the_schema(bundle: Path) -> None:
+    _change(bundle, "presets", "bare", value={})
+    with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
+        properties = SCHEMA["$defs"]["preset"]["properties"]
+        assert opened.policy("bare").as_dict() == {name: rule["default"] for name, rule in properties.items()}
+
+
+# ---- Damage to the manifest ----
+
+
+def _paths(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path]
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else []
+    for key, value in items:
+        found += _paths(value, (*path, key))
+    return found
+
+
+EDGES = st.sampled_from(
+    [-1, 0, 1, 2, 64, 65, 160, 1 << 24, (1 << 24) + 1, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 10**300, 0.5, 1.0, -0.0, 1e-9, 1e300]
+)
+TEXTS = st.sampled_from(["", "full", "entropy", "threshold", "manifest.json", "denoiser.onnx", "..", "a/../b", "\0", "ä" * 300])
+SCALARS = (
+    st.none() | st.booleans() | EDGES | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS | st.text()
+)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+def _retyped(value: Any) -> Any:
+    """The same content as another JSON type."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, (dict, list)):
+        return list(value.items()) if isinstance(value, dict) else {str(i): item for i, item in enumerate(value)}
+    return str(value)
+
+
+def _damage(data: st.DataObject, manifest: dict[str, Any]) -> Any:
+    # The parent's name is drawn first, or most examples would land in the presets, which hold most values.
+    top = data.draw(st.sampled_from([(), *((key,) for key in manifest)]), label="part")
+    path = data.draw(st.sampled_from([p for p in _paths(manifest) if p[: len(top)] == top]), label="path")
+    kind = data.draw(st.sampled_from(["replace", "delete", "retype", "add"]), label="damage")
+    if not path:
+        return data.draw(VALUES)
+    *parents, key = path
+    node: Any = manifest
+    for parent in parents:
+        node = node[parent]
+    if kind == "replace":
+        node[key] = data.draw(VALUES, label="value")
+    elif kind == "delete":
+        del node[key]
+    elif kind == "retype":
+        node[key] = _retyped(node[key])
+    elif isinstance(node, dict):
+        node[data.draw(st.text(), label="key")] = data.draw(VALUES, label="value")
+    else:
+        node.insert(key, data.draw(VALUES, label="value"))
+    return manifest
+
+
+@examples(300)
+@given(data=st.data())
+def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
+    shared_bundle: Path, llada_bundle: Path, data: st.DataObject
+) -> None:
+    damaged = _damage(data, _read(llada_bundle))
+    _write(shared_bundle, damaged)
+    opened = _opens(shared_bundle)
+    # The native reader may refuse more (see the schema's description), never less.
+    if not LOOSE_VALIDATOR.is_valid(damaged):
+        assert not opened, [f"{error.json_path}: {error.message}" for error in LOOSE_VALIDATOR.iter_errors(damaged)]
+
+
+@examples(150)
+@given(data=st.data())
+def test_flipped_bytes_in_the_manifest_raise_or_open_and_never_crash(
+    shared_bundle: Path, llada_bundle: Path, data: st.DataObject
+) -> None:
+    text = bytearray((llada_bundle / "manifest.json").read_bytes())
+    flips = st.lists(st.tuples(st.integers(0, len(text) - 1), st.integers(1, 255)), min_size=1, max_size=3)
+    for position, bits in data.draw(flips):
+        text[position] ^= bits
+    (shared_bundle / "manifest.json").write_bytes(text)
+    _opens(shared_bundle)
+
+
+@examples(40)
+@given(data=st.data())
+def test_a_truncated_manifest_is_refused(shared_bundle: Path, llada_bundle: Path, data: st.DataObject) -> None:
+    text = (llada_bundle / "manifest.json").read_bytes().rstrip()
+    (shared_bundle / "manifest.json").write_bytes(text[: data.draw(st.integers(0, len(text) - 1))])
+    assert not _opens(shared_bundle)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"schema_version": 1, "schema_version": 1}',
+        b'{"schema_version": NaN}',
+        b'{"schema_version": 1' + b"0" * 5000 + b"}",
+        b'{"producer": "\\ud800"}',
+        b" " * ((4 << 20) + 1),
+    ],
+    ids=["byte order mark", "nesting", "key twice", "NaN", "long number", "surrogate", "too long"],
+)
+def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> None:
+    (bundle / "manifest.json").write_bytes(text)
+    assert "manifest.json" in _refusal(bundle)
+
+
+def test_a_newer_schema_version_is_refused_by_name(bundle: Path) -> None:
+    _change(bundle, "schema_version", value=2)
+    # A newer version may have keys that this reader does not know: the version is what the user must hear of.
+    _change(bundle, "from_the_future", value={})
+    message = _refusal(bundle, DlmError)
+    assert "schema_version 2 is newer" in message
+    assert "update dlm-export" in message
+
+
+@pytest.mark.parametrize(
+    "path",
+    [(), ("denoiser",), ("tokens",), ("graph",), ("presets", "llada"), ("files", DATA_FILE)],
+    ids=lambda path: ".".join(path) or "root",
+)
+def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) -> None:
+    _change(bundle, *path, "sparkle", value=1)
+    message = _refusal(bundle)
+    assert "sparkle: unknown key" in message
+    assert not LOOSE_VALIDATOR.is_valid(_read(bundle))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("tokens", "mask"), 160, "tokens.mask"),
+        (("tokens", "eos"), [150], "an end token is the mask token"),
+        (("graph", "top_k"), 65, "graph.top_k"),
+        (("default_preset",), "nowhere", "default_preset: is not one of presets"),
+        (("graph", "file"), "other.onnx", "not listed in files"),
+        (("tokenizer",), "other.json", "not listed in files"),
+        (("denoiser", "layers"), 3, "is missing"),
+        (("denoiser", "kv_heads"), 2, "but the manifest makes it"),
+        (("denoiser", "vocab_size"), 161, "but the manifest makes it"),
+        (("graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
+        (("presets", "llada", "temperature"), 0.7, "temperature 0 only"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+)
+def test_values_that_contradict_each_other_are_refused(bundle: Path, path: tuple[str, ...], value: Any, sentence: str) -> None:
+    _change(bundle, *path, value=value)
+    assert sentence in _refusal(bundle)
+
+
+# ---- Names of files ----
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "..", ".", "", "a/", "a\\b", "a b", "a\nb", "ä", "x" * 256],
+)
+def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(bundle: Path, name: str) -> None:
+    # The file is there with the right size and hash: the name alone is wrong.
+    content = b"outside"
+    (bundle.parent / "x").write_bytes(content)
+    (bundle / "a").mkdir()
+    (bundle / "a" / "b").write_bytes(content)
+    _change(bundle, "files", name, value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+    assert "not a plain file name inside the bundle" in _refusal(bundle, check_hashes=True)
+    assert not VALIDATOR.is_valid(_read(bundle))
+
+
+def test_a_file_below_the_bundles_folder_is_accepted(bundle: Path) -> None:
+    (bundle / "a").mkdir()
+    (bundle / "a" / "..b").write_bytes(b"inside")
+    _relist(bundle, "a/..b")
+    assert VALIDATOR.is_valid(_read(bundle))
+    assert _opens(bundle, check_hashes=True)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+@pytest.mark.parametrize("make", [_fifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "folder", "zero"])
+@pytest.mark.parametrize("name", [DATA_FILE, "manifest.json"])
+def test_what_is_no_plain_file_is_refused_and_not_read(bundle: Path, name: str, make: Callable[[Path], None]) -> None:
+    (bundle / name).unlink()
+    make(bundle / name)
+    assert f"{name}: not a plain file" in _refusal(bundle, check_hashes=True)
+
+
+# ---- Damage to the files ----
+
+
+def test_a_flipped_byte_of_the_weights_is_found_by_its_hash_alone(bundle: Path) -> None:
+    path = bundle / DATA_FILE
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert f"{DATA_FILE}: its SHA-256 is not the manifest's" in _refusal(bundle, check_hashes=True)
+    assert _opens(bundle, check_hashes=False)
+
+
+@pytest.mark.parametrize("check_hashes", [True, False])
+@pytest.mark.parametrize("change", [-1, -4096, 1])
+def test_a_file_of_another_size_is_refused(bundle: Path, change: int, check_hashes: bool) -> None:
+    path = bundle / DATA_FILE
+    size = path.stat().st_size
+    os.truncate(path, size + change)
+    message = _refusal(bundle, check_hashes=check_hashes)
+    assert f"{DATA_FILE}: {size + change} bytes, but the manifest says {size}" in message
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "denoiser.onnx", DATA_FILE, "accuracy.json"])
+def test_a_missing_file_is_named(bundle: Path, name: str) -> None:
+    (bundle / name).unlink()
+    assert name in _refusal(bundle)
+
+
+def test_weights_that_are_shorter_than_the_graph_says_are_refused(bundle: Path) -> None:
+    os.truncate(bundle / DATA_FILE, 4096)
+    _relist(bundle, DATA_FILE)
+    assert "denoiser.onnx" in _refusal(bundle, DlmError)
+
+
+def _other_graph(path: Path, inputs: list[tuple[str, int, list[Any]]]) -> None:
+    import onnx
+    from onnx import helper
+
+    out = helper.make_tensor_value_info("out", inputs[0][1], None)
+    values = [helper.make_tensor_value_info(*entry) for entry in inputs]
+    graph = helper.make_graph([helper.make_node("Identity", [inputs[0][0]], ["out"])], "other", values, [out])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.save(model, path)
+
+
+INT64, FLOAT = 7, 1
+PORTS = [(name, INT64, ["B", "T"]) for name in ("input_ids", "position_ids", "score_rows")]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        ([("pixels", INT64, ["B", 3])], 'the input "pixels" is not known to this runtime'),
+        ([("input_ids", INT64, ["B", "T", 2])], 'the input "input_ids" is int64 [any, any, 2], but the manifest makes it'),
+        ([("input_ids", FLOAT, ["B", "T"])], 'the input "input_ids" is float'),
+        ([("input_ids", INT64, ["B", 8])], 'the input "input_ids" is int64 [any, 8], but the manifest makes it'),
+        (PORTS, 'the input "past_key.0" is missing'),
+    ],
+    ids=["unknown", "rank", "type", "fixed length", "missing"],
+)
+def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
+    bundle: Path, inputs: list[tuple[str, int, list[Any]]], sentence: str
+) -> None:
+    _other_graph(bundle / "denoiser.onnx", inputs)
+    _relist(bundle, "denoiser.onnx")
+    assert sentence in _refusal(bundle, check_hashes=True)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 100, b"not a graph", b"\xff" * 5000], ids=["empty", "zeros", "text", "ones"]
+)
+def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
+    (bundle / "denoiser.onnx").write_bytes(content)
+    _relist(bundle, "denoiser.onnx")
+    # ONNX Runtime calls some of these a failure of its own, so the class says only that the user can act on it.
+    assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
+
+
+def test_a_graph_whose_weights_lie_outside_the_bundle_is_refused(bundle: Path) -> None:
+    import onnx
+
+    shutil.copy(bundle / DATA_FILE, bundle.parent / "outside.data")
+    model = onnx.load(bundle / "denoiser.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../outside.data"
+    (bundle / "denoiser.onnx").write_bytes(model.SerializeToString())
+    _relist(bundle, "denoiser.onnx")
+    assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
+
+
+def test_a_nan_weight_ends_generation_with_an_engine_error(bundle: Path) -> None:
+    import onnx
+
+    model = onnx.load(bundle / "denoiser.onnx", load_external_data=False)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "blocks.0.mlp.down.weight")
+    offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
+    with (bundle / DATA_FILE).open("r+b") as data:
+        data.seek(offset)
+        data.write(np.float32(np.nan).tobytes())
+    with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
+        with pytest.raises(EngineError, match="not finite"):
+            opened.generate(tokens=[1, 2, 3], max_new_tokens=4)
+        with pytest.raises(EngineError, match="not finite"):
+            list(opened.stream(tokens=[1, 2, 3], max_new_tokens=4))
+
+
+# ---- Tokenizer and chat template ----
+
+
+def _with_template(bundle: Path, template: bytes, tokenizer: bytes | None = None) -> None:
+    import tokenizers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    (bundle / "tokenizer.json").write_bytes(words.to_str().encode() if tokenizer is None else tokenizer)
+    (bundle / "chat.jinja").write_bytes(template)
+    _relist(bundle, "tokenizer.json")
+    _relist(bundle, "chat.jinja")
+    _change(bundle, "tokenizer", value="tokenizer.json")
+    _change(bundle, "chat_template", value={"file": "chat.jinja", "special_tokens": {}})
+    assert VALIDATOR.is_valid(_read(bundle))
+
+
+ONLY_TEMPLATE_ERRORS = pytest.mark.xfail(reason="encode_chat lets other exceptions through; patch proposed", strict=False)
+
+
+def test_a_damaged_tokenizer_is_refused_at_open(bundle: Path) -> None:
+    _with_template(bundle, b"{{ messages }}", tokenizer=b'{"version": "1.0"}')
+    assert "tokenizer.json: not a tokenizer" in _refusal(bundle, check_hashes=True)
+
+
+def test_a_chat_template_that_is_too_large_is_refused_at_open(bundle: Path) -> None:
+    _with_template(bundle, b"x" * ((1 << 20) + 1))
+    assert "chat.jinja: 1048577 bytes is too large" in _refusal(bundle, check_hashes=True)
+
+
+@pytest.mark.xfail(reason="UnicodeDecodeError comes through Tokenizer.from_files; patch proposed", strict=False)
+def test_a_chat_template_that_is_not_utf8_is_refused_at_open(bundle: Path) -> None:
+    _with_template(bundle, b"\xff\xfe")
+    assert "chat.jinja" in _refusal(bundle, check_hashes=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        b"{% for",
+        b"{{ undefined.attribute }}",
+        b"{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        b"{{ messages.append(1) }}",
+        pytest.param(b"{{ 1 / 0 }}", marks=ONLY_TEMPLATE_ERRORS),
+        b"{{ raise_exception('no') }}",
+        pytest.param(b"{{ 'x' * 10000000000000 }}", marks=ONLY_TEMPLATE_ERRORS),
+        b"{{ messages[0].content.nothing() }}",
+    ],
+)
+def test_a_hostile_chat_template_ends_in_an_error_of_ours(bundle: Path, template: bytes) -> None:
+    _with_template(bundle, template)
+    with dlm_runtime.open(bundle, threads=1) as opened, pytest.raises(DlmError, match="template"):
+        opened.generate(chat=[{"role": "user", "content": "a"}], max_new_tokens=1)

@@ -1,0 +1,414 @@
+"""Checkpoints in the released layouts become the denoiser that they were: weights, special ids, tokenizer.
+
+The forward passes here are written from the published model code's equations under the released tensor names, and share
+nothing with ``dlm_export.denoiser``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from checkpoints import dream_config, llada_config, write_checkpoint
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.nn import functional as F
+
+from dlm_export import families, tokenizer
+from dlm_export.checkpoint import Checkpoint, CheckpointError
+from dlm_export.families.base import Overrides
+
+TENSORS = dict[str, torch.Tensor]
+
+
+def _load(path: Path, overrides: Overrides | None = None) -> Any:
+    checkpoint = Checkpoint(path)
+    capabilities = families.read_capabilities(checkpoint, overrides or Overrides())
+    return families.load(families.Weights(checkpoint, capabilities), capabilities)
+
+
+def _capabilities(path: Path, overrides: Overrides | None = None) -> Any:
+    return families.read_capabilities(Checkpoint(path), overrides or Overrides())
+
+
+def _tensors(path: Path) -> TENSORS:
+    """All released tensors in fp32, whatever files they lie in."""
+    merged: TENSORS = {}
+    for file in sorted(path.glob("*.safetensors")):
+        merged |= {name: tensor.float() for name, tensor in load_file(file).items()}
+    return merged
+
+
+# ---- The independent forward pass ----
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, theta: float) -> torch.Tensor:
+    """q ``[B, L, H * D]``, k and v ``[B, L, Hkv * D]``: full attention with rotate-half RoPE."""
+    B, L, width = q.shape
+    D = width // heads
+    q, k, v = (t.view(B, L, -1, D).transpose(1, 2) for t in (q, k, v))
+    inverse = 1.0 / (theta ** (torch.arange(0, D, 2).float() / D))
+    angles = torch.cat([torch.outer(torch.arange(L).float(), inverse)] * 2, -1)
+    q = q * angles.cos() + _rotate_half(q) * angles.sin()
+    k = k * angles.cos() + _rotate_half(k) * angles.sin()
+    k, v = k.repeat_interleave(heads // kv_heads, 1), v.repeat_interleave(heads // kv_heads, 1)
+    weights = torch.softmax(q @ k.transpose(-1, -2) / D**0.5, -1)
+    return (weights @ v).transpose(1, 2).reshape(B, L, width)
+
+
+def llada_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[B, L, V]`` of a LLaDA checkpoint."""
+    eps, prefix = config["rms_norm_eps"], "model.transformer."
+    x = w[f"{prefix}wte.weight"][ids]
+    for i in range(config["n_layers"]):
+        b = f"{prefix}blocks.{i}."
+        h = _rms_norm(x, w[f"{b}attn_norm.weight"], eps)
+        q, k, v = (F.linear(h, w[f"{b}{n}.weight"], w.get(f"{b}{n}.bias")) for n in ("q_proj", "k_proj", "v_proj"))
+        attended = _attention(q, k, v, config["n_heads"], config["n_kv_heads"], config["rope_theta"])
+        x = x + attended @ w[f"{b}attn_out.weight"].T
+        h = _rms_norm(x, w[f"{b}ff_norm.weight"], eps)
+        x = x + (F.silu(h @ w[f"{b}ff_proj.weight"].T) * (h @ w[f"{b}up_proj.weight"].T)) @ w[f"{b}ff_out.weight"].T
+    x = _rms_norm(x, w[f"{prefix}ln_f.weight"], eps)
+    return x @ w[f"{prefix}wte.weight" if config["weight_tying"] else f"{prefix}ff_out.weight"].T
+
+
+def dream_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[B, L, V]`` of a Dream checkpoint; row i predicts position i + 1."""
+    eps = config["rms_norm_eps"]
+    x = w["model.embed_tokens.weight"][ids]
+    for i in range(config["num_hidden_layers"]):
+        b = f"model.layers.{i}."
+        h = _rms_norm(x, w[f"{b}input_layernorm.weight"], eps)
+        q, k, v = (
+            F.linear(h, w[f"{b}self_attn.{n}.weight"], w[f"{b}self_attn.{n}.bias"]) for n in ("q_proj", "k_proj", "v_proj")
+        )
+        attended = _attention(q, k, v, config["num_attention_heads"], config["num_key_value_heads"], config["rope_theta"])
+        x = x + attended @ w[f"{b}self_attn.o_proj.weight"].T
+        h = _rms_norm(x, w[f"{b}post_attention_layernorm.weight"], eps)
+        gate, up = (h @ w[f"{b}mlp.{n}.weight"].T for n in ("gate_proj", "up_proj"))
+        x = x + (F.silu(gate) * up) @ w[f"{b}mlp.down_proj.weight"].T
+    x = _rms_norm(x, w["model.norm.weight"], eps)
+    return x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+
+
+LLADA_VARIANTS = [
+    {},
+    {"n_kv_heads": 2},
+    {"n_kv_heads": 1, "include_qkv_bias": True},
+    {"weight_tying": True},
+    {"n_layers": 3, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "mlp_hidden_size": 40},
+]
+DREAM_VARIANTS = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1, "tie_word_embeddings": True}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("config", "forward"),
+    [(llada_config(**changes), llada_forward) for changes in LLADA_VARIANTS]
+    + [(dream_config(**changes), dream_forward) for changes in DREAM_VARIANTS],
+    ids=[f"llada-{i}" for i in range(len(LLADA_VARIANTS))] + [f"dream-{i}" for i in range(len(DREAM_VARIANTS))],
+)
+@torch.no_grad()
+def test_logits_equal_an_independent_forward_of_the_released_tensors(
+    tmp_path: Path, config: dict[str, Any], forward: Any, dtype: torch.dtype
+) -> None:
+    path = write_checkpoint(tmp_path, config, seed=3, dtype=dtype)
+    ids = torch.randint(0, 160, (2, 33), generator=torch.Generator().manual_seed(0))
+    ids[:, 20:] = config["mask_token_id"]
+    expected = forward(config, _tensors(path), ids)
+    difference = (_load(path)(ids) - expected).abs().max() / (expected.max() - expected.min())
+    assert float(difference) < 1e-5  # fp32 sums in another order; a wrong pairing or scale is 1e-1
+
+
+# ---- Files and element types ----
+
+
+@pytest.mark.parametrize("config", [llada_config(), dream_config()], ids=["llada", "dream"])
+def test_shards_with_an_index_hold_the_same_weights_as_one_file(tmp_path: Path, config: dict[str, Any]) -> None:
+    single = write_checkpoint(tmp_path / "single", config, seed=5)
+    shards = write_checkpoint(tmp_path / "shards", config, seed=5, shards=3)
+    assert len(list(shards.glob("*.safetensors"))) == 3
+    ours, theirs = dict(_load(shards).named_parameters()), dict(_load(single).named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def test_stored_weights_are_read_without_a_change_of_value(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=dtype)
+    checkpoint = Checkpoint(path)
+    weights = families.Weights(checkpoint, _capabilities(path))
+    stored = load_file(path / "model.safetensors")
+    assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
+    for parameter, source in weights.sources.items():
+        array = weights.read(parameter, np.dtype(np.float32))
+        assert array.flags.c_contiguous
+        expected = stored[source.tensor].float().numpy()
+        assert np.array_equal(array, expected.T if source.transpose else expected), parameter
+
+
+def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=torch.float16)
+    weights = families.Weights(Checkpoint(path), _capabilities(path))
+    for parameter in weights.sources:
+        half = weights.read(parameter, np.dtype(np.float16))
+        assert np.array_equal(half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))), parameter
+
+
+def test_every_released_tensor_is_used_exactly_once(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
+    for path in (llada_checkpoint, dream_checkpoint):
+        checkpoint = Checkpoint(path)
+        weights = families.Weights(checkpoint, _capabilities(path))
+        used = [source.tensor for source in weights.sources.values()]
+        assert sorted(used) == sorted(checkpoint.tensors)
+
+
+def test_the_parameter_count_is_what_is_stored(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
+    for path in (llada_checkpoint, dream_checkpoint):
+        assert _capabilities(path).parameter_count() == sum(tensor.numel() for tensor in _tensors(path).values())
+
+
+def test_a_rotary_table_that_some_releases_store_is_ignored(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, dream_config(), seed=7)
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    assert _load(path) is not None
+
+
+# ---- Special ids and lengths ----
+
+
+def _special(tmp_path: Path, config: dict[str, Any], **files: dict[str, Any]) -> Path:
+    path = write_checkpoint(tmp_path / "checkpoint", config)
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+ADDED = {"149": {"content": "<other>"}, "148": {"content": "<|mask|>", "special": True}, "147": {"content": "<end>"}}
+
+
+@pytest.mark.parametrize("mask_token", ["<|mask|>", {"content": "<|mask|>", "lstrip": False}], ids=["text", "object"])
+def test_the_mask_token_is_found_in_the_tokenizers_table_of_added_tokens(tmp_path: Path, mask_token: Any) -> None:
+    path = _special(
+        tmp_path, llada_config(mask_token_id=None), tokenizer_config={"mask_token": mask_token, "added_tokens_decoder": ADDED}
+    )
+    assert _capabilities(path).mask_token_id == 148
+
+
+def test_config_json_goes_before_the_tokenizer_and_an_override_before_both(tmp_path: Path) -> None:
+    path = _special(tmp_path, llada_config(), tokenizer_config={"mask_token": "<|mask|>", "added_tokens_decoder": ADDED})
+    assert _capabilities(path).mask_token_id == 150
+    assert _capabilities(path, Overrides(mask_token_id=0)).mask_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (151, None, (151,)),
+        (151, 152, (151, 152)),
+        (151, [152, 151, 153], (151, 152, 153)),
+        ([155, 154], [154], (155, 154)),
+        (None, [152], (152,)),
+        (None, None, ()),
+    ],
+)
+def test_end_tokens_are_those_of_config_then_of_generation_config(
+    tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]
+) -> None:
+    path = _special(tmp_path, llada_config(eos_token_id=in_config), generation_config={"eos_token_id": in_generation})
+    assert _capabilities(path).eos_token_ids == expected
+
+
+def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:
+    assert _capabilities(_special(tmp_path, llada_config(pad_token_id=None))).pad_token_id is None
+
+
+@pytest.mark.parametrize(("positions", "expected"), [(131072, 2048), (2048, 2048), (256, 256), (None, 2048)])
+def test_dreams_canvas_is_as_long_as_it_was_trained_for(tmp_path: Path, positions: int | None, expected: int) -> None:
+    path = _special(tmp_path, dream_config(max_position_embeddings=positions))
+    assert _capabilities(path).max_canvas_length == expected
+    assert _capabilities(path, Overrides(max_canvas_length=77)).max_canvas_length == 77
+
+
+def test_lladas_canvas_is_what_its_config_says(tmp_path: Path) -> None:
+    assert _capabilities(_special(tmp_path, llada_config(max_sequence_length=4096))).max_canvas_length == 4096
+
+
+def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
+    assert (_capabilities(llada_checkpoint).shift, _capabilities(dream_checkpoint).shift) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (llada_config(alibi=True), "alibi"),
+        (llada_config(layer_norm_type="default"), "layer_norm_type"),
+        (llada_config(activation_type="gelu"), "activation_type"),
+        (llada_config(block_type="sequential"), "block_type"),
+        (llada_config(scale_logits=True), "scale_logits"),
+        (dream_config(rope_scaling={"type": "yarn", "factor": 4}), "rope_scaling"),
+        (dream_config(use_sliding_window=True), "use_sliding_window"),
+        (dream_config(hidden_act="gelu"), "hidden_act"),
+        (llada_config(n_heads=3), "n_heads 3"),
+        (dream_config(num_key_value_heads=3), "num_key_value_heads 3"),
+        (llada_config(n_layers="2"), "n_layers"),
+        (llada_config(n_layers=0), "n_layers"),
+        (llada_config(rope_theta=-1), "rope_theta"),
+        (llada_config(n_heads=64, n_kv_heads=64), "head size 1 is odd"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_network_that_the_denoiser_is_not_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any], key: str) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=key):
+        _capabilities(tmp_path)
+
+
+# ---- Tokenizers ----
+
+TEXTS = [
+    "turn on the kitchen lights",
+    "what's 12345 + 6?",
+    "  two\n\nlines\t ",
+    "Grüße, 世界! 😀",
+    "<|mask|> in<|end|> text",
+    "",
+]
+SPECIALS = [AddedToken("<|end|>", special=True, normalized=False), AddedToken("<|mask|>", special=True, normalized=False)]
+
+
+@pytest.fixture(scope="module")
+def byte_level_bpe() -> tokenizers.Tokenizer:
+    """A small tokenizer made like Qwen2's, whose Rust and Python forms must be the same."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(tokenizer.QWEN2_SPLIT), behavior="isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    made.add_tokens(SPECIALS)
+    return made
+
+
+def _vocab_size(made: tokenizers.Tokenizer) -> int:
+    return max(made.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _dream_with_vocab(path: Path, made: tokenizers.Tokenizer, vocab_size: int) -> Path:
+    """A Dream checkpoint with vocab.json and merges.txt instead of tokenizer.json, as it is released."""
+    end, mask = (made.token_to_id(token.content) for token in SPECIALS)
+    config = dream_config(vocab_size=vocab_size, mask_token_id=mask, eos_token_id=end, pad_token_id=end)
+    write_checkpoint(path, config)
+    made.model.save(str(path))
+    added = {str(made.token_to_id(t.content)): {"content": t.content, "special": True} for t in SPECIALS}
+    (path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    return path
+
+
+def _converted(path: Path) -> tokenizer.TokenizerFiles:
+    checkpoint = Checkpoint(path)
+    return tokenizer.read(checkpoint, families.read_capabilities(checkpoint, Overrides()))
+
+
+def test_vocab_and_merges_become_the_tokenizer_that_they_came_from(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer
+) -> None:
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe))
+    text = _converted(path).tokenizer
+    assert text is not None
+    ours = tokenizers.Tokenizer.from_str(text)
+    for sample in TEXTS:
+        ids = byte_level_bpe.encode(sample).ids
+        assert ours.encode(sample).ids == ids, sample
+        assert ours.decode(ids, skip_special_tokens=True) == byte_level_bpe.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ours.encode(TEXTS[3]).ids) == TEXTS[3]
+
+
+def test_an_added_token_that_would_get_another_id_is_refused(tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer) -> None:
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe))
+    added = {str(_vocab_size(byte_level_bpe) + 5): {"content": "<|far|>", "special": True}}
+    (path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(CheckpointError, match=r"<\|far\|>.*should have id"):
+        _converted(path)
+
+
+def test_tokenizer_json_is_carried_over_with_its_template_and_special_tokens(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer
+) -> None:
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe))
+    for name in ("vocab.json", "merges.txt"):
+        (path / name).unlink()
+    byte_level_bpe.save(str(path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}, "pad_token": None, "chat_template": "{{ messages }}"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    files = _converted(path)
+    assert files.special_tokens == {"bos_token": "<s>", "eos_token": "<|end|>"}
+    assert files.chat_template == "{{ messages }}"
+    assert tokenizers.Tokenizer.from_str(files.tokenizer).to_str() == byte_level_bpe.to_str()
+    named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    assert _converted(path).chat_template == "d"
+    (path / "chat_template.jinja").write_text("from a file of its own", encoding="utf-8")
+    assert _converted(path).chat_template == "from a file of its own"
+
+
+def test_truncation_and_padding_of_a_training_script_are_left_out(tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer) -> None:
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe))
+    cut = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
+    cut.enable_truncation(max_length=2)
+    cut.enable_padding(length=100)
+    cut.save(str(path / "tokenizer.json"))
+    ours = tokenizers.Tokenizer.from_str(_converted(path).tokenizer)
+    assert ours.encode(TEXTS[0]).ids == byte_level_bpe.encode(TEXTS[0]).ids
+
+
+def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> None:
+    assert _converted(llada_checkpoint) == tokenizer.TokenizerFiles(None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("family", "ids", "vocab_size"), [("LLaDA 8B", 126349, 126464), ("Dream 7B", 151667, 152064)], ids=lambda v: str(v)
+)
+def test_vocabularies_are_accepted_as_they_were_released_with_their_padding(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, family: str, ids: int, vocab_size: int
+) -> None:
+    # The same share of padding on a small vocabulary, rounded up: what is accepted here is stricter than the release.
+    assert vocab_size - ids <= tokenizer.PADDING_SHARE * vocab_size
+    size = _vocab_size(byte_level_bpe)
+    padded = size + -(-size * (vocab_size - ids) // ids)
+    assert padded > size, family
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, padded)
+    assert _converted(path).tokenizer is not None
+
+
+def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer
+) -> None:
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe) * 102 // 100)
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+        _converted(path)
+
+
+def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
+    """LLaDA's vocab_size is what the tokenizer has, embedding_size what the matrices have: the matrices decide."""
+    path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
+    assert _capabilities(path).vocab_size == 160
+    assert _load(path)(torch.tensor([[0, 159]])).shape == (1, 2, 160)
