@@ -138,7 +138,7 @@ def build(
             progress.advance()
         if check_parity:
             with stage("check parity", 2 * check_units(presets)):
-                report.parity = check(folder, checkpoint, capabilities, progress=progress)
+                report.parity = check(folder, checkpoint, capabilities, presets, precision, progress=progress)
             if report.parity.misses:
                 raise ParityError(f"{output}: not written, it differs from PyTorch: {'; '.join(report.parity.misses)}")
             (folder / ACCURACY_FILE).write_text(json.dumps({"parity": report.parity.as_dict()}, indent=1) + "\n")
@@ -161,6 +161,8 @@ def check(
     folder: Path,
     checkpoint: Checkpoint,
     capabilities: Capabilities,
+    presets: dict[str, Policy],
+    precision: str,
     *,
     prompts: list[list[int]] | None = None,
     max_new_tokens: int = NEW_TOKENS,
@@ -168,19 +170,17 @@ def check(
     threads: int = 0,
     progress: Progress | None = None,
 ) -> verify.Parity:
-    """Compare a bundle with its checkpoint in torch; random prompts where none are given."""
+    """Compare a bundle with its checkpoint in torch; random prompts where none are given.
+
+    torch is done before the bundle is opened, so that only one of them holds weights. Raises DlmError.
+    """
     progress = progress or Silent()
-    with dlm_runtime.open(folder, threads=threads) as opened:  # damage is found before torch is put to work
-        presets = {name: opened.policy(name) for name in opened.manifest["presets"]}
-        precision = opened.manifest["precision"]["name"]
-        limit = opened.max_canvas_length
-        prompts = prompts or verify.random_prompts(opened, PROMPT_COUNT, seed)
-        _check_same_denoiser(folder, opened.manifest, capabilities)
-    denoiser = families.load(families.Weights(checkpoint, capabilities), capabilities)
+    prompts = prompts or verify.random_prompts(capabilities, PROMPT_COUNT, seed)
     longest = max(len(prompt) for prompt in prompts)
-    max_new_tokens = min(max_new_tokens, limit - longest)
+    max_new_tokens = min(max_new_tokens, capabilities.max_canvas_length - longest)
     if max_new_tokens < 1:
-        raise DlmError(f"a prompt of {longest} tokens leaves no room on the canvas of {limit}")
+        raise DlmError(f"a prompt of {longest} tokens leaves no room on the canvas of {capabilities.max_canvas_length}")
+    denoiser = families.load(families.Weights(checkpoint, capabilities), capabilities)
     cases = verify.make_cases(presets, prompts, max_new_tokens)
     expected = verify.expect(denoiser, prompts, cases, seed, progress.advance)
     del denoiser
@@ -188,11 +188,12 @@ def check(
         return verify.compare(opened, expected, precision, progress.advance)
 
 
-def _check_same_denoiser(folder: Path, manifest: dict[str, Any], capabilities: Capabilities) -> None:
-    theirs = manifest["denoiser"] | {"mask_token_id": manifest["tokens"]["mask"]}
+def check_same_denoiser(folder: Path, manifest: dict[str, Any], capabilities: Capabilities) -> None:
+    """Raises DlmError if a bundle's manifest describes another denoiser than a checkpoint's."""
+    theirs = manifest["denoiser"] | {"family": manifest["family"]}
     for key, ours in capabilities.as_dict().items():
         if key in theirs and theirs[key] != ours:
-            raise DlmError(f"{folder}: built from another checkpoint: {key} is {theirs[key]}, the checkpoint has {ours}")
+            raise DlmError(f"{folder}: built from another checkpoint: its {key} is {theirs[key]}, the checkpoint's is {ours}")
 
 
 def _check_memory(parameters: int) -> None:

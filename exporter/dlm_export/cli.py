@@ -267,18 +267,21 @@ def verify(
     from dlm_export.checkpoint import Checkpoint
     from dlm_export.verify import random_prompts
 
-    with dlm_runtime.open(bundle) as opened:
-        presets = {name: opened.policy(name) for name in opened.manifest["presets"]}
-        mask_token_id, limit = opened.mask_token_id, opened.max_canvas_length
-        chosen = random_prompts(opened, count, seed) if prompts is None else _read_prompts(prompts, opened, count)
     read = Checkpoint(checkpoint)
-    capabilities = families.read_capabilities(read, _overrides(mask_token_id, limit))
+    with dlm_runtime.open(bundle) as opened:
+        manifest = opened.manifest
+        presets = {name: opened.policy(name) for name in manifest["presets"]}
+        capabilities = families.read_capabilities(read, _overrides(opened.mask_token_id, opened.max_canvas_length))
+        builder.check_same_denoiser(bundle, manifest, capabilities)
+        chosen = random_prompts(capabilities, count, seed) if prompts is None else _read_prompts(prompts, opened, count)
     with _Bars() as bars:
         bars.start("check parity", 2 * builder.check_units(presets, len(chosen)))
         parity = builder.check(
             bundle,
             read,
             capabilities,
+            presets,
+            manifest["precision"]["name"],
             prompts=chosen,
             max_new_tokens=max_new_tokens,
             seed=seed,

@@ -15,7 +15,7 @@ import torch
 
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
 from dlm_export import reference
-from dlm_export.denoiser import Denoiser
+from dlm_export.denoiser import Capabilities, Denoiser
 from dlm_runtime import Bundle, Policy
 
 PROMPT_LENGTH = 12  # tokens of a random prompt
@@ -132,12 +132,11 @@ def make_cases(bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int
     return cases
 
 
-def random_prompts(bundle: Bundle, count: int, seed: int) -> list[list[int]]:
+def random_prompts(capabilities: Capabilities, count: int, seed: int) -> list[list[int]]:
     """Seeded prompts of random ids without special ones, at most ``PROMPT_LENGTH`` and half a canvas long."""
-    rng = np.random.default_rng(seed)
-    length = max(1, min(PROMPT_LENGTH, bundle.max_canvas_length // 2))
-    special = (bundle.mask_token_id, *bundle.eos_token_ids)
-    return [random_tokens(length, bundle.vocab_size, special, rng).tolist() for _ in range(count)]
+    c, rng = capabilities, np.random.default_rng(seed)
+    length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
+    return [random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist() for _ in range(count)]
 
 
 @torch.no_grad()
