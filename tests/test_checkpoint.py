@@ -284,7 +284,7 @@ def test_a_network_that_the_denoiser_is_not_is_refused_by_its_key(tmp_path: Path
 # ---- Tokenizers ----
 
 TEXTS = [
-    "turn on the kitchen lights",
+    "turn (on) the (kitchen) (lights)",
     "what's 12345 + 6?",
     "  two\n\nlines\t ",
     "Grüße, 世界! 😀",
@@ -303,7 +303,7 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
     made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
     made.add_tokens(SPECIALS)
     return made
 

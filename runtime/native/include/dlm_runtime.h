@@ -84,7 +84,7 @@ typedef struct dlm_pass {
   float *logits;       /* [R, V], raw; NULL when not asked for */
 } dlm_pass;
 
-/* Runs one pass; returns DLM_OK or any other status, which ends the request. */
+/* Runs one pass; returns DLM_OK or any other status, which ends the request. The session that it runs for is busy. */
 typedef dlm_status (*dlm_pass_fn)(void *user, const dlm_pass *pass);
 
 /* ---- Policy --------------------------------------------------------------------------------------------------------- */
@@ -104,7 +104,7 @@ typedef struct dlm_policy {
   int32_t block_length;    /* tokens; 0: the whole generation is one block */
   int32_t steps_per_block; /* passes planned a block; 0: one a token */
   double threshold;        /* of "threshold" and "dynamic", 0..1 */
-  double factor;           /* of "factor", > 0 */
+  double factor;           /* of "factor", >= 0 */
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
   double timestep_eps;     /* of "timestep", 0..1 */
   double temperature;      /* 0: argmax */
@@ -168,7 +168,8 @@ typedef struct dlm_step {
   int32_t done;                   /* 1: no mask token is left */
 } dlm_step;
 
-/* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. */
+/* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call
+ * dlm_session_stats on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not destroy it. */
 typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 
 typedef struct dlm_generate_options {

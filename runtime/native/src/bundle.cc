@@ -90,7 +90,7 @@ Denoiser read_denoiser(const json::Value& root) {
   const auto integer = [](const json::Value& object, const char* key, int64_t low, int64_t high) {
     return static_cast<int32_t>(object.integer(key, low, high));
   };
-  out.vocab_size = integer(d, "vocab_size", 2, 1 << 24);
+  out.vocab_size = integer(d, "vocab_size", 3, 1 << 24);
   out.layers = integer(d, "layers", 1, 1024);
   out.kv_heads = integer(d, "kv_heads", 1, 4096);
   out.head_size = integer(d, "head_size", 2, 4096);
@@ -203,13 +203,13 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
     if (value < low || value > high)
       fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: %s = %d is outside %d..%d", name, value, low, high);
   };
-  in_range("vocab_size", d.vocab_size, 2, 1 << 24);
+  in_range("vocab_size", d.vocab_size, 3, 1 << 24);
   in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size - 1);
   in_range("max_canvas_length", d.max_canvas_length, 1, 1 << 24);
   in_range("layers", d.layers, 1, 1024);
   in_range("kv_heads", d.kv_heads, 1, 4096);
   in_range("head_size", d.head_size, 1, 4096);
-  in_range("top_k", d.top_k, 2, 64);
+  in_range("top_k", d.top_k, 2, std::min(64, d.vocab_size - 1));
   in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
   in_range("shift", d.shift, 0, 1);
   if (d.eos_count > 0 && d.eos_token_ids == nullptr) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");

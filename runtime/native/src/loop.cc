@@ -242,7 +242,6 @@ void Request::finish_block() {
   const auto& eos = denoiser_.eos_token_ids;
   ++block_;
   block_step_ = 0;
-  past_is_current_ = false;
   if (!policy_.stop_at_eos) return;
   for (int32_t i = block.start; i < block.end; ++i) {
     const auto at = static_cast<size_t>(i);
