@@ -284,7 +284,7 @@ def test_a_network_that_the_denoiser_is_not_is_refused_by_its_key(tmp_path: Path
 # ---- Tokenizers ----
 
 TEXTS = [
-    "turn (on) the (kitchen) (lights)",
+    "turn(on) the(kitchen) the(lights)",
     "what's 12345 + 6?",
     "  two\n\nlines\t ",
     "Grüße, 世界! 😀",
