@@ -259,7 +259,7 @@ static void test_open_refuses(const char *path) {
   refuse_open(path, &options, DLM_INVALID_ARGUMENT, __LINE__);
   dlm_open_options_init(&options);
   options.engine_library = "/no/such/libonnxruntime.so";
-  refuse_open(path, &options, DLM_NOT_FOUND, __LINE__);
+  refuse_open(path, &options, DLM_ENGINE_MISSING, __LINE__);
 }
 
 static void test_messages_stay_inside_their_buffer(void) {

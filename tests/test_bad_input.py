@@ -597,7 +597,6 @@ ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-@pytest.mark.xfail(reason="conversions in dlm_runtime and --set let other exceptions through; patch proposed", strict=False)
 @pytest.mark.parametrize("name", ODD_REQUESTS)
 def test_an_odd_value_is_wrong_usage_and_no_traceback(llada_bundle: Path, name: str) -> None:
     options, fragment = ODD_REQUESTS[name]

@@ -5,7 +5,6 @@ The native library runs in this process, so a crash of it ends the test run.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -36,43 +35,6 @@ DATA_FILE = "denoiser.onnx.data"
 def examples(count: int) -> settings:
     """Settings of a property test: no deadline, because the machine may be busy."""
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-# What the native reader has no use for, and so may leave unread; the schema says what a build writes there.
-UNREAD = (
-    ("producer",),
-    ("family",),
-    ("architecture",),
-    ("precision",),
-    ("target",),
-    ("denoiser", "hidden_size"),
-    ("denoiser", "heads"),
-    ("denoiser", "mlp_size"),
-    ("denoiser", "parameters"),
-    ("tokens", "pad"),
-    ("graph", "opset"),
-    ("graph", "inputs"),
-    ("graph", "outputs"),
-)
-
-
-def _loosened(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema as far as the native reader must enforce it while it compares no hashes."""
-    loose = copy.deepcopy(schema)
-    for *parents, key in UNREAD:
-        node = loose
-        for parent in parents:
-            node = node["properties"][parent]
-        node["properties"][key] = {}
-        node["required"].remove(key)
-    # The digits of a hash are compared with the file's, which check_hashes=False leaves out.
-    digest = loose["properties"]["files"]["additionalProperties"]["properties"]["sha256"]
-    del digest["pattern"]
-    digest["minLength"] = digest["maxLength"] = 64
-    return loose
-
-
-LOOSE_VALIDATOR = jsonschema.Draft202012Validator(_loosened(SCHEMA))
 
 
 @pytest.fixture
@@ -297,8 +259,8 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     _write(shared_bundle, damaged)
     opened = _opens(shared_bundle)
     # The native reader may refuse more (see the schema's description), never less.
-    if not LOOSE_VALIDATOR.is_valid(damaged):
-        assert not opened, [f"{error.json_path}: {error.message}" for error in LOOSE_VALIDATOR.iter_errors(damaged)]
+    if not VALIDATOR.is_valid(damaged):
+        assert not opened, [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(damaged)]
 
 
 @examples(150)
@@ -353,7 +315,7 @@ def test_every_range_and_choice_of_the_schema_is_the_native_readers(shared_bundl
                 node = node[key]
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
-            if LOOSE_VALIDATOR.is_valid(manifest):
+            if VALIDATOR.is_valid(manifest):
                 continue  # the native reader leaves it unread
             _write(shared_bundle, manifest)
             if _opens(shared_bundle):
@@ -397,7 +359,7 @@ def test_a_newer_schema_version_is_refused_by_name(bundle: Path) -> None:
     _change(bundle, "schema_version", value=2)
     # A newer version may have keys that this reader does not know: the version is what the user must hear of.
     _change(bundle, "from_the_future", value={})
-    message = _refusal(bundle, DlmError)
+    message = _refusal(bundle)
     assert "schema_version 2 is newer" in message
     assert "update dlm-export" in message
 
@@ -411,7 +373,7 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
     _change(bundle, *path, "sparkle", value=1)
     message = _refusal(bundle)
     assert "sparkle: unknown key" in message
-    assert not LOOSE_VALIDATOR.is_valid(_read(bundle))
+    assert not VALIDATOR.is_valid(_read(bundle))
 
 
 @pytest.mark.parametrize(
@@ -599,9 +561,6 @@ def _with_template(bundle: Path, template: bytes, tokenizer: bytes | None = None
     assert VALIDATOR.is_valid(_read(bundle))
 
 
-ONLY_TEMPLATE_ERRORS = pytest.mark.xfail(reason="encode_chat lets other exceptions through; patch proposed", strict=False)
-
-
 def test_a_damaged_tokenizer_is_refused_at_open(bundle: Path) -> None:
     _with_template(bundle, b"{{ messages }}", tokenizer=b'{"version": "1.0"}')
     assert "tokenizer.json: not a tokenizer" in _refusal(bundle, check_hashes=True)
@@ -612,7 +571,6 @@ def test_a_chat_template_that_is_too_large_is_refused_at_open(bundle: Path) -> N
     assert "chat.jinja: 1048577 bytes is too large" in _refusal(bundle, check_hashes=True)
 
 
-@pytest.mark.xfail(reason="UnicodeDecodeError comes through Tokenizer.from_files; patch proposed", strict=False)
 def test_a_chat_template_that_is_not_utf8_is_refused_at_open(bundle: Path) -> None:
     _with_template(bundle, b"\xff\xfe")
     assert "chat.jinja" in _refusal(bundle, check_hashes=True)
@@ -625,9 +583,9 @@ def test_a_chat_template_that_is_not_utf8_is_refused_at_open(bundle: Path) -> No
         b"{{ undefined.attribute }}",
         b"{{ ''.__class__.__mro__[1].__subclasses__() }}",
         b"{{ messages.append(1) }}",
-        pytest.param(b"{{ 1 / 0 }}", marks=ONLY_TEMPLATE_ERRORS),
+        b"{{ 1 / 0 }}",
         b"{{ raise_exception('no') }}",
-        pytest.param(b"{{ 'x' * 10000000000000 }}", marks=ONLY_TEMPLATE_ERRORS),
+        b"{{ 'x' * 10000000000000 }}",
         b"{{ messages[0].content.nothing() }}",
     ],
 )

@@ -120,9 +120,7 @@ scores = st.lists(
 def test_native_commit_rules_choose_what_the_reference_chooses(
     scores: list[float], commit: str, compare: str, threshold: float, factor: float, bound: float, steps: int
 ) -> None:
-    policy = Policy(
-        commit=commit, compare=compare, threshold=threshold, factor=factor, entropy_bound=bound, block_length=0
-    )
+    policy = Policy(commit=commit, compare=compare, threshold=threshold, factor=factor, entropy_bound=bound, block_length=0)
     values = torch.tensor(scores, dtype=torch.float32)
     values = values - 1 if commit == "entropy_bound" else values
     wanted = choose(values, policy, transfer_counts(len(scores), steps)[0])

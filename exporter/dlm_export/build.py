@@ -21,7 +21,6 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import PRESETS, Policy
 
 ACCURACY_FILE = "accuracy.json"
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2}
 
 
 class ParityError(DlmError):
@@ -101,7 +100,7 @@ def build(
     if check_parity:
         _check_memory(parameters)
     # Every tensor starts on a page of its own; the rest (graph, tokenizer, manifest) is small.
-    needed = parameters * ELEMENT_BYTES[precision] + (len(weights.shapes) + 3) * graph.DATA_ALIGNMENT + (32 << 20)
+    needed = graph.data_bytes(capabilities, precision) + (32 << 20)
     presets, default_preset = presets_for(capabilities)
 
     @contextmanager
@@ -115,7 +114,7 @@ def build(
         with stage("trace graph", 1):
             traced = graph.trace(capabilities, precision)
             progress.advance()
-        with stage("write weights", parameters * ELEMENT_BYTES[precision]):
+        with stage("write weights", graph.data_bytes(capabilities, precision)):
             graph.write(traced, weights.read, folder, progress.advance)
         chat_template = None
         if text.tokenizer is not None:

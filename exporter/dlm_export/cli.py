@@ -140,13 +140,13 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
     Example: dlm-export inspect examples/demo-denoiser
     """
     from dlm_export import families
-    from dlm_export.build import ELEMENT_BYTES
     from dlm_export.checkpoint import Checkpoint
+    from dlm_export.graph import PRECISIONS
 
     opened = Checkpoint(checkpoint)
     capabilities = families.read_capabilities(opened, _overrides(mask_token_id, max_canvas_length))
     families.Weights(opened, capabilities)  # names what is missing, extra or wrongly shaped
-    memory = {name: _memory(capabilities, size) for name, size in ELEMENT_BYTES.items()}
+    memory = {name: _memory(capabilities, dtype.itemsize) for name, dtype in PRECISIONS.items()}
     if as_json:
         _print_json(
             {
@@ -371,8 +371,10 @@ def run(
     if sum(value is not None for value in (prompt, chat, tokens)) != 1:
         raise click.UsageError("give one of --prompt, --chat and --tokens")
     request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "preset": preset, "steps": steps}
-    request |= {name: value for name, value in fields.items() if value is not None}
-    request |= dict(_assignment(change) for change in changes)
+    policy = {name: value for name, value in fields.items() if value is not None}
+    policy |= dict(_assignment(change) for change in changes)
+    dlm_runtime.Policy().with_fields(policy)  # --set must not reach the other arguments of generate
+    request |= policy
     if prompt is not None:
         request["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     elif chat is not None:

@@ -119,6 +119,14 @@ def describe(capabilities: Capabilities) -> dict[str, Any]:
     }
 
 
+def data_bytes(capabilities: Capabilities, precision: str) -> int:
+    """What ``write`` puts into the data file at most: parameters, rotary tables, the mask token's bias, page padding."""
+    c = capabilities
+    elements = c.parameter_count() + c.max_canvas_length * c.head_size
+    padding = (len(c.parameter_shapes()) + 3) * DATA_ALIGNMENT
+    return elements * PRECISIONS[precision].itemsize + 4 * c.vocab_size + padding
+
+
 def trace(capabilities: Capabilities, precision: str) -> Graph:
     """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``PRECISIONS``."""
     dtype = PRECISIONS[precision]

@@ -164,6 +164,7 @@ _ERRORS: dict[int, type[DlmError]] = {
     4: RequestError,
     5: EngineError,
     7: CancelledError,
+    9: EngineError,
 }
 
 

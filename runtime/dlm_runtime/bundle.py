@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes as C
 import json
+import operator
 import os
+import reprlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,7 +105,9 @@ class Bundle:
         native = _native.Policy()
         self._library.dlm_policy_init(C.byref(native))
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        name = None if preset is None else preset.encode()
+        if preset is not None and not isinstance(preset, str):
+            raise RequestError(f"preset = {preset!r} is not a name")
+        name = None if preset is None else preset.encode("utf-8", "replace")
         status = self._library.dlm_bundle_preset(self._handle, name, message, len(message), C.byref(native))
         if status:
             raise RequestError(message.value.decode("utf-8", "replace"))
@@ -276,7 +280,10 @@ class _Request:
 
 
 def _token_ids(tokens: Sequence[int]) -> list[int]:
-    ids = [int(token) for token in tokens]
+    try:
+        ids = [operator.index(token) for token in tokens]
+    except TypeError as err:
+        raise RequestError(f"tokens: not integers ({err})") from err
     for position, token in enumerate(ids):
         if not -(1 << 31) <= token < 1 << 31:
             raise RequestError(f"token id {token} at position {position} is outside the vocabulary")
@@ -291,8 +298,8 @@ def native_policy(policy: Policy) -> _native.Policy:
         value = getattr(policy, field.name)
         try:
             setattr(native, field.name, value.encode() if field.name in TEXT_FIELDS else value)
-        except (AttributeError, TypeError) as err:
-            raise RequestError(f"policy: {field.name} = {value!r} is not of the right type") from err
+        except (AttributeError, TypeError, ValueError, OverflowError) as err:
+            raise RequestError(f"policy: {field.name} = {reprlib.repr(value)} is not of the right type") from err
         # ctypes wraps integers around in silence.
         if isinstance(value, int) and getattr(native, field.name) != value:
             raise RequestError(f"policy: {field.name} = {value} is out of range")

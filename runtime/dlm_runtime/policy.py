@@ -44,7 +44,7 @@ class Policy:
         if unknown:
             raise RequestError(f"unknown policy field {unknown[0]!r}: one of {', '.join(known)}")
         changes = dict(changes)
-        if "score" in changes:
+        if isinstance(changes.get("score"), str):
             changes["score"] = SCORE_ALIASES.get(changes["score"], changes["score"])
         return replace(self, **changes)
 

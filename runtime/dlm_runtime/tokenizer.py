@@ -41,11 +41,16 @@ class Tokenizer:
             loaded = tokenizers.Tokenizer.from_file(str(tokenizer))
         except Exception as err:  # the library raises plain Exception
             raise BundleError(f"{tokenizer}: not a tokenizer that the tokenizers library reads ({err})") from err
+        loaded.no_truncation()  # either would change prompts in silence
+        loaded.no_padding()
         text = None
         if template is not None:
             if template.stat().st_size > TEMPLATE_LIMIT_BYTES:
                 raise BundleError(f"{template}: {template.stat().st_size} bytes is too large for a chat template")
-            text = template.read_text(encoding="utf-8")
+            try:
+                text = template.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as err:
+                raise BundleError(f"{template}: not readable as UTF-8 text ({err})") from err
         return cls(loaded, text, special_tokens or {})
 
     @property
@@ -59,24 +64,29 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with what the tokenizer itself puts around it."""
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode(text, True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except Exception as err:  # the library raises plain Exception, and TypeError for half a character
+            raise RequestError(f"the bundle's tokenizer refuses this text ({err})") from err
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises RequestError."""
-        from jinja2 import TemplateError
-
         if not messages:
             raise RequestError("chat is empty: give messages such as {'role': 'user', 'content': '...'}")
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise RequestError(f"chat: {message!r} is not a message with role and content")
+        template = self._template
         try:
-            text = self._template.render(
+            text = template.render(
                 messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special_tokens
             )
-        except TemplateError as err:
-            raise RequestError(f"chat: the bundle's template refuses these messages ({err})") from err
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as err:  # a template is a program: it may divide by zero or fill the memory
+            raise RequestError(f"chat: the bundle's template refuses these messages ({type(err).__name__}: {err})") from err
+        return self._encode(text, False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -101,5 +111,5 @@ class Tokenizer:
         environment.globals["raise_exception"] = raise_exception
         try:
             return environment.from_string(self._template_source)
-        except TemplateError as err:
+        except Exception as err:  # TemplateError, RecursionError
             raise BundleError(f"the bundle's chat template is not valid ({err})") from err

@@ -32,13 +32,14 @@ typedef int32_t dlm_status;
 enum {
   DLM_OK = 0,
   DLM_INVALID_ARGUMENT = 1, /* the request is wrong: an id outside the vocabulary, an unknown policy value, ... */
-  DLM_NOT_FOUND = 2,        /* a bundle, a preset or an engine library is not there */
+  DLM_NOT_FOUND = 2,        /* a bundle, one of its files, or a preset is not there */
   DLM_BAD_BUNDLE = 3,       /* damaged, hostile, or of a schema version that this library does not know */
   DLM_UNSUPPORTED = 4,      /* well-formed, but not something that this library or denoiser can do */
   DLM_ENGINE_FAILED = 5,    /* the inference engine reported an error, or its results are not finite */
   DLM_OUT_OF_MEMORY = 6,
-  DLM_CANCELLED = 7, /* the step callback asked to stop */
-  DLM_INTERNAL = 8   /* a defect of ours; please report it with the message */
+  DLM_CANCELLED = 7,     /* the step callback asked to stop */
+  DLM_INTERNAL = 8,      /* a defect of ours; please report it with the message */
+  DLM_ENGINE_MISSING = 9 /* the engine's library is not there, too old, or cannot be loaded */
 };
 DLM_API const char *dlm_status_name(dlm_status status); /* static, never NULL */
 

@@ -65,7 +65,8 @@ void check_files(const json::Value& files, const std::string& folder, bool check
       fail(DLM_BAD_BUNDLE, "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. Build or copy "
            "the bundle again.", path.c_str(), static_cast<long long>(found), static_cast<long long>(expected));
     const std::string& hash = entry.string("sha256");
-    if (hash.size() != 64) entry.at("sha256").refuse("expected 64 hexadecimal digits");
+    if (hash.size() != 64 || hash.find_first_not_of("0123456789abcdef") != std::string::npos)
+      entry.at("sha256").refuse("expected 64 lower-case hexadecimal digits");
     if (check_hashes && sha256_file_hex(path) != hash)
       fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. Build or copy the "
            "bundle again.", path.c_str());
@@ -108,7 +109,27 @@ Denoiser read_denoiser(const json::Value& root) {
   const std::string& dtype = graph.string("cache_dtype");
   if (dtype != "float32" && dtype != "float16") graph.at("cache_dtype").refuse("expected \"float32\" or \"float16\"");
   out.kv_element_bytes = dtype == "float16" ? 2 : 4;
+  // Nothing below is of use to the loop. It is checked all the same: other readers of a manifest that opened rely on it.
+  integer(d, "hidden_size", 1, 1 << 24);
+  integer(d, "heads", 1, 4096);
+  integer(d, "mlp_size", 1, 1 << 24);
+  d.integer("parameters", 1, int64_t{1} << 50);
+  if (const json::Value& pad = tokens.at("pad"); !pad.is_null()) pad.integer(0, out.vocab_size - 1);
+  graph.integer("opset", 1, 1000);
+  for (const char* const key : {"inputs", "outputs"})
+    for (const json::Value& name : graph.array(key)) name.string();
   return out;
+}
+
+// What a bundle says of its origin, for people and for `dlm-export verify`.
+void check_origin(const json::Value& root) {
+  const json::Value& producer = root.object("producer");
+  producer.refuse_unknown({"name", "version"});
+  producer.string("name"), producer.string("version");
+  root.string("family"), root.string("architecture"), root.string("target");
+  const json::Value& precision = root.object("precision");
+  precision.refuse_unknown({"name"});
+  precision.string("name");
 }
 
 dlm_policy read_preset(const json::Value& preset) {
@@ -157,12 +178,13 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
   if (version != kSchemaVersion)
-    fail(DLM_UNSUPPORTED, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
+    fail(DLM_BAD_BUNDLE, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
   root->refuse_unknown({"schema_version", "producer", "family", "architecture", "denoiser", "tokens", "graph", "precision",
                         "target", "presets", "default_preset", "tokenizer", "chat_template", "files"});
   Manifest manifest;
   manifest.text = text;
+  check_origin(*root);
   manifest.denoiser = read_denoiser(*root);
   const json::Value& presets = root->object("presets");
   for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));

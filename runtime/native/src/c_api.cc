@@ -154,6 +154,7 @@ const char* dlm_status_name(dlm_status status) {
     case DLM_OUT_OF_MEMORY: return "OUT_OF_MEMORY";
     case DLM_CANCELLED: return "CANCELLED";
     case DLM_INTERNAL: return "INTERNAL";
+    case DLM_ENGINE_MISSING: return "ENGINE_MISSING";
     default: return "unknown status";
   }
 }

@@ -58,7 +58,7 @@ void* find_library(const std::string& given, std::string* name) {
     *name = !given.empty() ? given : variable;
     if (void* const handle = try_library(*name, &reason)) return handle;
     const std::string origin = !given.empty() ? "the given path" : "$DLM_ONNXRUNTIME";
-    throw Error(DLM_NOT_FOUND, "cannot load ONNX Runtime from " + origin + ": " + reason + ". " + kAdvice);
+    throw Error(DLM_ENGINE_MISSING, "cannot load ONNX Runtime from " + origin + ": " + reason + ". " + kAdvice);
   }
   // The name that the project gives it, the development link, then Debian's names, which carry the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
@@ -69,7 +69,7 @@ void* find_library(const std::string& given, std::string* name) {
     if (void* const handle = try_library(candidate, &reason)) return handle;
     if (first_reason.empty()) first_reason = reason;
   }
-  throw Error(DLM_NOT_FOUND, "cannot find ONNX Runtime: tried " + names[0] + ", " + names[1] + " and " + names[2] +
+  throw Error(DLM_ENGINE_MISSING, "cannot find ONNX Runtime: tried " + names[0] + ", " + names[1] + " and " + names[2] +
                                  " down to " + names.back() + " (" + first_reason + "). " + kAdvice);
 }
 
@@ -77,7 +77,7 @@ Library load_library(const std::string& given) {
   std::string name;
   void* const handle = find_library(given, &name);
   const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
-  if (get_base == nullptr) throw Error(DLM_NOT_FOUND, name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
+  if (get_base == nullptr) throw Error(DLM_ENGINE_MISSING, name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
   // The version is read first: asked for a table that it does not have, the library complains on stderr.
   const std::string version = one_line(base->get_version_string());
@@ -87,7 +87,7 @@ Library load_library(const std::string& given) {
   const bool is_new_enough = major > 1 || (major == 1 && minor >= long{ort::kApiVersion});
   const void* const table = is_new_enough ? base->get_api(ort::kApiVersion) : nullptr;
   if (table == nullptr) {
-    throw Error(DLM_UNSUPPORTED, name + " is ONNX Runtime " + version + ", and 1.20 or newer is needed. " + kAdvice);
+    throw Error(DLM_ENGINE_MISSING, name + " is ONNX Runtime " + version + ", and 1.20 or newer is needed. " + kAdvice);
   }
   return {ort::Api(table), version};
 }
@@ -107,7 +107,7 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
     case ort::kNoModel:
     case ort::kInvalidProtobuf:
     case ort::kInvalidGraph: return DLM_BAD_BUNDLE;
-    case ort::kNotImplemented: return DLM_UNSUPPORTED;
+    case ort::kNotImplemented: return DLM_ENGINE_FAILED;
     default: return DLM_ENGINE_FAILED;
   }
 }
