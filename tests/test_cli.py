@@ -1,0 +1,106 @@
+"""The command line as a user meets it: what it prints, in which form, with which exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlm_export.cli import main
+
+
+def invoke(*arguments: object, text: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=text)
+
+
+def test_inspect_counts_parameters_and_memory(dream_checkpoint: Path) -> None:
+    told = json.loads(invoke("inspect", dream_checkpoint, "--json").stdout)
+    # 160 x 64 twice, a final norm, and two layers of q, k, v with bias, out, gate, up, down and two norms.
+    layer = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert told["parameters"] == 2 * 160 * 64 + 64 + 2 * layer
+    assert told["stored_bytes"] == 2 * told["parameters"]
+    assert told["memory"]["fp16"]["weights_bytes"] == 2 * told["parameters"]
+    assert told["memory"]["fp32"]["cache_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    assert told["capabilities"]["shift"] == 1
+    human = invoke("inspect", dream_checkpoint).stdout
+    assert f"{told['parameters']:,} parameters" in human
+    assert "DiffuCoder" in human
+
+
+def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: Path) -> None:
+    result = invoke("build", llada_checkpoint, "-o", tmp_path / "bundle", "--max-canvas-length", 64)
+    assert result.exit_code == 0, result.output
+    for word in ("trace graph", "write weights", "denoiser.onnx.data", "manifest.json", "14 of 14 canvases equal"):
+        assert word in result.stdout
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    assert manifest["denoiser"]["max_canvas_length"] == 64
+    assert json.loads((tmp_path / "bundle" / "accuracy.json").read_text())["parity"]["passed"] is True
+    # The command of the second verification reads that length from the bundle.
+    verified = invoke("verify", tmp_path / "bundle", "--checkpoint", llada_checkpoint, "--count", 2, "--max-new-tokens", 8)
+    assert verified.exit_code == 0, verified.output
+    assert "Holds at fp32" in verified.stdout
+
+
+def test_verify_exits_3_and_names_the_miss(llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path) -> None:
+    """A weight changed behind the manifest's back, as a wrong conversion would."""
+    import hashlib
+
+    broken = tmp_path / "bundle"
+    shutil.copytree(llada_bundle, broken)
+    data = broken / "denoiser.onnx.data"
+    content = bytearray(data.read_bytes())
+    content[4096 * 10 : 4096 * 10 + 64] = bytes(64)
+    data.write_bytes(content)
+    manifest = json.loads((broken / "manifest.json").read_text())
+    manifest["files"][data.name]["sha256"] = hashlib.sha256(content).hexdigest()
+    (broken / "manifest.json").write_text(json.dumps(manifest))
+    result = invoke("verify", broken, "--checkpoint", llada_checkpoint, "--count", 1, "--max-new-tokens", 4)
+    assert result.exit_code == 3
+    assert "FAILS at fp32" in result.stdout
+    assert "mask ratio 0.05: logits differ by" in result.stderr
+
+
+def test_run_prints_json_for_machines(llada_bundle: Path) -> None:
+    told = json.loads(
+        invoke(
+            "run", llada_bundle, "--tokens", "1 2 3", "--max-new-tokens", 8, "--set", "seed=3", "--score", "random", "--json"
+        ).stdout
+    )
+    assert told["tokens"][:3] == [1, 2, 3]
+    assert len(told["tokens"]) == 11
+    assert told["nfe"] == 8
+    assert told["timings_s"]["total"] > 0
+
+
+def test_watch_draws_on_stderr_and_prints_the_result_on_stdout(llada_bundle: Path) -> None:
+    command = [sys.executable, "-m", "dlm_export.cli", "run", str(llada_bundle), "--tokens", "1,2", "--max-new-tokens", "4"]
+    done = subprocess.run([*command, "--watch", "--delay", "0"], capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.split()) == 6
+    assert "0 masked" in done.stderr
+
+
+def test_targets_lists_what_can_be_built() -> None:
+    told = json.loads(invoke("targets", "--json").stdout)
+    assert [target["name"] for target in told["targets"]] == ["cpu"]
+    assert told["targets"][0]["precisions"] == ["fp32", "fp16"]
+    assert told["this_machine"]["cores"] >= 1
+    assert "cpu" in invoke("targets").stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "build", "run", "verify", "targets"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    text = invoke(command, "--help").stdout
+    assert f"Example: dlm-export {command}" in text
+    assert "--json" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--prompt", "a", "--tokens", "1"), ("--tokens", "one"), ("--tokens", "1", "--set", "x")]
+)
+def test_run_asks_for_one_kind_of_input(llada_bundle: Path, arguments: tuple[str, ...]) -> None:
+    assert invoke("run", llada_bundle, *arguments).exit_code == 2
