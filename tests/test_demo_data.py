@@ -56,9 +56,7 @@ def test_held_out_templates_are_never_trained_on(
     assert not trained & {example.template for unseen, example in held_out if unseen != "value"}
 
 
-def test_held_out_values_are_never_trained_on(
-    training: list[data.Example], held_out: list[tuple[str, data.Example]]
-) -> None:
+def test_held_out_values_are_never_trained_on(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
     trained = {value for example in training for value in example.values}
     unseen_values = {value for unseen, example in held_out if unseen != "template" for value in example.values}
     assert len(unseen_values) > 500
@@ -80,9 +78,7 @@ def test_held_out_slots_are_all_trained_on() -> None:
         assert trained >= {slot for template in function.held_out for slot in data.slots(template)}, function.name
 
 
-def test_every_completion_is_a_declared_call(
-    training: list[data.Example], held_out: list[tuple[str, data.Example]]
-) -> None:
+def test_every_completion_is_a_declared_call(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
     for example in [*training, *(example for _, example in held_out)]:
         call = json.loads(example.completion)
         assert list(call) == ["name", "arguments"]
@@ -90,9 +86,7 @@ def test_every_completion_is_a_declared_call(
         assert list(call["arguments"]) == [argument for argument in declared if argument in call["arguments"]]
 
 
-def test_free_text_is_copied_from_the_command(
-    training: list[data.Example], held_out: list[tuple[str, data.Example]]
-) -> None:
+def test_free_text_is_copied_from_the_command(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
     for example in [*training, *(example for _, example in held_out)]:
         arguments = json.loads(example.completion)["arguments"]
         for name in FREE_TEXT:
