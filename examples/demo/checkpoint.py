@@ -1,0 +1,65 @@
+"""The demo denoiser on disk, in the layout of a released LLaDA: ``config.json`` and ``model.safetensors`` (bf16)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dlm_export import families
+from dlm_export.checkpoint import Checkpoint
+from dlm_export.denoiser import Capabilities, Denoiser
+from dlm_export.families import llada
+from dlm_export.families.base import Overrides
+
+
+def save_checkpoint(folder: Path, capabilities: Capabilities, parameters: dict[str, Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors``; each appears whole or not at all."""
+    c = capabilities
+    config = {
+        "architectures": [c.architecture],
+        "model_type": c.family,
+        "activation_type": "silu",
+        "block_type": "llama",
+        "d_model": c.hidden_size,
+        "embedding_size": c.vocab_size,
+        "eos_token_id": c.eos_token_ids[0],
+        "include_bias": False,
+        "include_qkv_bias": c.qkv_bias,
+        "layer_norm_type": "rms",
+        "mask_token_id": c.mask_token_id,
+        "max_sequence_length": c.max_canvas_length,
+        "mlp_hidden_size": c.mlp_size,
+        "n_heads": c.heads,
+        "n_kv_heads": c.kv_heads,
+        "n_layers": c.layers,
+        "pad_token_id": c.pad_token_id,
+        "rms_norm_eps": c.norm_eps,
+        "rope": True,
+        "rope_theta": c.rope_theta,
+        "torch_dtype": "bfloat16",
+        "vocab_size": c.vocab_size,
+        "weight_tying": c.tied_head,
+    }
+    tensors = {}
+    for name, source in llada.tensor_sources(c).items():
+        parameter = parameters[name].detach()
+        # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
+        tensors[source.tensor] = (parameter.T if source.transpose else parameter).to(torch.bfloat16).contiguous()
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(folder / "model.safetensors")
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n")
+    partial.replace(folder / "config.json")
+
+
+def load_checkpoint(folder: Path) -> Denoiser:
+    """The denoiser in ``folder``, its bf16 weights held in fp32."""
+    checkpoint = Checkpoint(folder)
+    capabilities = families.read_capabilities(checkpoint, Overrides())
+    return families.load(families.Weights(checkpoint, capabilities), capabilities)

@@ -1,0 +1,86 @@
+"""The demo's byte-level BPE: a word has the same pieces inside a command and inside JSON quotes.
+
+In a command a word follows a space, in JSON it follows a quote. Ordinary byte-level BPE would cut the two forms
+differently and make copying a spelling lesson. Here BPE is learned on words without their space, and only then the
+most common word-initial pieces get one last merge with the space before them. Merges apply in order, so `` garage``
+and ``garage`` are cut alike and differ only in their first piece.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+EOS, MASK, USER, ASSISTANT = SPECIAL_TOKENS = ("<|eos|>", "<|mask|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}<|assistant|>"
+    "{% else %}{{ message['content'] }}<|eos|>{% endif %}{% endfor %}"
+)
+SPACE = "Ġ"
+"""The byte 0x20 in byte-level BPE's alphabet."""
+# The call's fixed text in three pieces, words, single digits, runs of JSON punctuation, single other marks, spaces.
+_SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA-Za-z_'0-9{}\[\]":,]|\s"""
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
+    """A tokenizer of exactly ``vocab_size`` ids, ``spaced_pieces`` of them a word-initial piece with its space.
+
+    Raises ValueError if ``texts`` have too few different pieces for that.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - spaced_pieces,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    spaceless = [word for text in texts for word in text.split()]
+    tokenizer.train_from_iterator(spaceless, trainer)
+
+    state = json.loads(tokenizer.to_str())
+    initial = Counter(e.tokens[0] for e in tokenizer.encode_batch(spaceless) if re.match(r"[A-Za-z]", e.tokens[0]))
+    pieces = [piece for piece, _ in sorted(initial.items(), key=lambda item: (-item[1], item[0]))][:spaced_pieces]
+    vocab = state["model"]["vocab"]
+    for piece in pieces:
+        vocab[SPACE + piece] = len(vocab)
+        state["model"]["merges"].append([SPACE, piece])
+    if len(vocab) != vocab_size:
+        raise ValueError(f"{len(vocab)} different tokens for a vocabulary of {vocab_size}: lower --vocab-size.")
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{USER} $A {ASSISTANT}",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (USER, ASSISTANT)],
+    )
+    return tokenizer
+
+
+def tokenizer_config() -> dict[str, object]:
+    """What ``tokenizer_config.json`` says beside the tokenizer itself."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "mask_token": MASK,
+        "additional_special_tokens": [USER, ASSISTANT],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=2) + "\n")

@@ -1,0 +1,288 @@
+"""Train the demo's tokenizer and denoiser from nothing, on commands drawn while training.
+
+The objective is LLaDA's (arXiv:2502.09992): hide response tokens, eos padding included, and predict them from the
+rest. What differs, and why:
+
+- Every scored position counts the same. LLaDA weights a row by 1/t, which bounds the likelihood but lets rows with
+  few hidden tokens dominate the gradient's variance.
+- Most rows are noised a block at a time: earlier blocks clean, later blocks hidden. Block-wise decoding meets no
+  other state.
+- In half of the rows JSON syntax and eos are hidden less often than values, because decoding commits them first.
+- The weights start with a copying circuit in place (``initialise``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from checkpoint import save_checkpoint
+from data import training_examples
+from tokenizer import EOS, MASK, SPACE, save_tokenizer, train_tokenizer
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dlm_export.denoiser import Attention, Capabilities, Denoiser
+
+BLOCK_LENGTH = 32
+
+
+def describe(tokenizer: Tokenizer) -> Capabilities:
+    """The demo's shape: 3.8 million parameters at a vocabulary of 3072."""
+    eos = tokenizer.token_to_id(EOS)
+    return Capabilities(
+        family="llada",
+        architecture="LLaDAModelLM",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=192,
+        layers=6,
+        heads=6,
+        kv_heads=6,
+        head_size=32,
+        mlp_size=512,
+        max_canvas_length=512,
+        rope_theta=500000.0,
+        norm_eps=1e-5,
+        qkv_bias=False,
+        tied_head=False,
+        shift=0,
+        mask_token_id=tokenizer.token_to_id(MASK),
+        eos_token_ids=(eos,),
+        pad_token_id=eos,
+    )
+
+
+CODE, SPACED, CONSTANT = 96, 160, 191
+"""Where the embedding starts out: features 0..95 name the piece, 160..190 say that a space precedes it, the last is
+the same for all. Between them the first layer writes the neighbours' names."""
+STEADY = 6
+"""RoPE's first six rotations are quick enough to tell neighbours apart; the rest are slow enough to ignore."""
+NEIGHBOURS = ((-1, 0, CODE, 14), (-2, 32, CODE + 14, 10), (1, 0, CODE + 32, 14), (2, 32, CODE + 46, 10))
+"""Offset, first feature read, first feature written, features: the heads planted in layer 0."""
+
+
+def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
+    """Random weights with a copying circuit planted in them; training refines it instead of having to find it.
+
+    Layer 0 writes part of the names of the pieces one and two places to either side. Layer 1 attends to positions with
+    the same left or the same right neighbours and copies the name found there. The head starts as the embedding turned
+    over. This is the induction circuit of arXiv:2209.11895, for both directions; left to itself it had not formed after
+    600 steps. Every other matrix that writes to the residual stream starts at zero.
+    """
+    c = denoiser.capabilities
+    with torch.no_grad():
+        for name, parameter in denoiser.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+                parameter.zero_()
+            elif name.startswith("blocks."):
+                parameter.normal_(std=parameter.shape[0] ** -0.5)
+        embedding = denoiser.embed.weight.normal_()
+        embedding[:, CODE:] = 0.0
+        space = torch.randn(CONSTANT - SPACED)
+        for token, index in tokenizer.get_vocab().items():
+            bare = tokenizer.token_to_id(token.removeprefix(SPACE))
+            if bare is not None and bare != index:
+                embedding[index, :CODE] = embedding[bare, :CODE]
+                embedding[index, SPACED:CONSTANT] = space
+        # The mask token names nothing, so a hidden position that finds itself copies nothing from itself.
+        embedding[c.mask_token_id, :CODE] = 0.0
+        embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
+        # Rows of one length, so that after the norm the constant feature is equal and positions are told by it alone.
+        embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
+        assert denoiser.head is not None
+        denoiser.head.weight.copy_(embedding.T * 0.1)
+        denoiser.head.weight[:, c.mask_token_id] = 0.0
+        embedding[:, CONSTANT] = 4.0
+
+        _plant_neighbours(denoiser.blocks[0].attention, c.rope_theta)
+        _plant_copying(denoiser.blocks[1].attention)
+
+
+def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
+    """Heads that attend to one fixed offset each, told by the quick rotations alone, and write the name found there."""
+    size = attention.head_size
+    half, quick = size // 2, torch.arange(STEADY)
+    angle = rope_theta ** (-quick / half)
+    for head, (offset, source, target, width) in enumerate(NEIGHBOURS):
+        at = head * size
+        for projection in (attention.q, attention.k, attention.v):
+            projection.weight[:, at : at + size] = 0.0
+        attention.q.weight[CONSTANT, at + quick] = 1.6
+        attention.k.weight[CONSTANT, at + quick] = 1.6 * torch.cos(offset * angle)
+        attention.k.weight[CONSTANT, at + half + quick] = -1.6 * torch.sin(offset * angle)
+        name = torch.arange(width)
+        attention.v.weight[source + name, at + name] = 1.0
+        attention.out.weight[at + name, target + name] = 1.0
+
+
+def _plant_copying(attention: Attention) -> None:
+    """Three heads a side that attend to positions with the same two neighbours there, and copy a third of the name.
+
+    The match uses slow rotations, which hardly turn within a canvas, so that distance does not matter.
+    """
+    size = attention.head_size
+    half, third = size // 2, torch.arange(size)
+    steady = torch.cat((torch.arange(STEADY, half), torch.arange(half + STEADY, size)))
+    for head in range(6):
+        at, side, part = head * size, head // 3, head % 3
+        for projection in (attention.q, attention.k, attention.v):
+            projection.weight[:, at : at + size] = 0.0
+        # Both names together have 24 features for 20 steady places: the far neighbour loses its last four.
+        features = CODE + side * size + torch.arange(len(steady))
+        attention.q.weight[features, at + steady] = 1.6
+        attention.k.weight[features, at + steady] = 1.6
+        attention.v.weight[part * size + third, at + third] = 1.0
+        attention.out.weight[at + third, part * size + third] = 2.0
+
+
+def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches: prompts ``[B, P]`` of one length, responses ``[B, R]`` padded with eos.
+
+    ``R`` is 32 or 64, as at inference, or in one batch of ten anything up to 96. Nothing is padded on the left.
+    """
+    eos = tokenizer.token_to_id(EOS)
+    rng = random.Random(seed)
+    waiting: defaultdict[tuple[int, bool], list[tuple[list[int], list[int]]]] = defaultdict(list)
+    for example in training_examples(seed):
+        prompt = tokenizer.encode(example.prompt).ids
+        response = [*tokenizer.encode(example.completion, add_special_tokens=False).ids, eos]
+        group = waiting[len(prompt), len(response) <= BLOCK_LENGTH]
+        group.append((prompt, response))
+        if len(group) == rows:
+            longest = max(len(response) for _, response in group)
+            shortest = BLOCK_LENGTH if longest <= BLOCK_LENGTH else 2 * BLOCK_LENGTH
+            draw = rng.random()
+            length = shortest if draw < 0.7 else 2 * BLOCK_LENGTH if draw < 0.92 else rng.randint(longest, 96)
+            length = max(length, longest)
+            yield (
+                torch.tensor([prompt for prompt, _ in group]),
+                torch.tensor([response + [eos] * (length - len(response)) for _, response in group]),
+            )
+            group.clear()
+
+
+def hide(response: Tensor, is_easy: Tensor, eos: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Choose what to hide of responses ``[B, R]``.
+
+    Returns which positions are hidden, and which of those are scored; both bool ``[B, R]``.
+    Each row draws t from U(0, 1.1) cut at 1, stratified over the batch: one row in eleven starts wholly hidden, as
+    decoding does. ``is_easy`` marks JSON syntax and eos.
+    """
+    rows, length = response.shape
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator)
+
+    t = (torch.randperm(rows, generator=generator) + uniform(rows)).div(rows).mul(1.1).clamp(max=1.0)[:, None]
+    ease = torch.where((uniform(rows, 1) < 0.5) & (t < 1), uniform(rows, 1), 1.0)
+    is_hidden = uniform(rows, length) < torch.where(is_easy, t * ease, t)
+    block = torch.arange(length) // BLOCK_LENGTH
+    last = block[(response == eos).int().argmax(1)]
+    current = (uniform(rows) * (last + 1)).long()[:, None]
+    by_block = uniform(rows, 1) < 0.7
+    is_scored = is_hidden & (~by_block | (block == current))
+    is_hidden = torch.where(by_block, (is_hidden & (block == current)) | (block > current), is_hidden)
+    return is_hidden, is_scored
+
+
+def learning_rate(progress: float, step: int) -> float:
+    """Share of the peak rate: 50 steps up, level until ``progress`` 0.4, then a straight line down to zero at 1."""
+    return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
+@click.option("--steps", type=click.IntRange(1), default=8000, show_default=True, help="Optimiser steps.")
+@click.option("--minutes", type=float, default=None, help="Wall-clock budget; ends the decay early.  [default: none]")
+@click.option("--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights.")
+@click.option("--vocab-size", type=click.IntRange(600), default=3072, show_default=True, help="Ids of the tokenizer.")
+@click.option("--save-minutes", type=float, default=5.0, show_default=True, help="Minutes between checkpoints.")
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True, help="CPU threads.")
+def main(
+    out: Path,
+    steps: int,
+    minutes: float | None,
+    rows: int,
+    seed: int,
+    vocab_size: int,
+    save_minutes: float,
+    threads: int,
+) -> None:
+    """Train tokenizer and denoiser, and save both.
+
+    Example: python train.py --out ../demo-denoiser
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    # The tokenizer's text and the commands trained on come from different seeds of the same generator.
+    sample = list(itertools.islice(training_examples(seed + 1), 20000))
+    tokenizer = train_tokenizer([t for e in sample for t in (e.prompt, e.completion)], vocab_size, vocab_size * 5 // 16)
+    save_tokenizer(tokenizer, out)
+    capabilities = describe(tokenizer)
+    mask_token_id, eos = capabilities.mask_token_id, capabilities.eos_token_ids[0]
+    is_easy_token = torch.tensor(
+        [index == eos or '"' in tokenizer.id_to_token(index) for index in range(capabilities.vocab_size)]
+    )
+
+    denoiser = Denoiser(capabilities)
+    initialise(denoiser, tokenizer)
+    averaged = {name: parameter.detach().clone() for name, parameter in denoiser.named_parameters()}
+    matrices = [p for n, p in denoiser.named_parameters() if n.startswith("blocks.") and p.ndim == 2]
+    others = [p for n, p in denoiser.named_parameters() if not (n.startswith("blocks.") and p.ndim == 2)]
+    optimisers: list[tuple[torch.optim.Optimizer, float]] = [
+        (torch.optim.Muon(matrices, lr=0.005, weight_decay=0.02), 0.005),
+        (torch.optim.AdamW(others, lr=0.002, betas=(0.9, 0.98), weight_decay=0.0), 0.002),
+    ]
+    generator = torch.Generator().manual_seed(seed)
+
+    began = saved = time.monotonic()
+    recent: list[float] = []
+    for step, (prompt, response) in enumerate(batches(tokenizer, seed, rows)):
+        elapsed = (time.monotonic() - began) / 60
+        progress = max(step / steps, elapsed / minutes if minutes else 0.0)
+        if progress >= 1:
+            break
+        is_hidden, is_scored = hide(response, is_easy_token[response], eos, generator)
+        canvas = torch.cat((prompt, response.masked_fill(is_hidden, mask_token_id)), 1)
+        positions = torch.arange(canvas.shape[1]).expand_as(canvas)
+        # The fused attention kernel's backward is four times slower than plain matmuls on sequences this short.
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            features = denoiser.hidden(canvas, positions)[0][:, prompt.shape[1] :]
+            logits = denoiser.project(features[is_scored])
+        loss = F.cross_entropy(logits.float(), response[is_scored])
+        loss.backward()
+        for optimiser, peak in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = peak * learning_rate(progress, step)
+            optimiser.step()
+            optimiser.zero_grad()
+        with torch.no_grad():
+            pace = 1 - min(0.995, (step + 1) / (step + 20))
+            torch._foreach_lerp_(list(averaged.values()), [p.detach() for p in denoiser.parameters()], pace)
+        recent.append(loss.item())
+        if step % 50 == 49:
+            minute = (time.monotonic() - began) / 60
+            click.echo(f"minute {minute:.1f} step {step + 1} loss {sum(recent) / len(recent):.4f}", err=True)
+            recent.clear()
+        if time.monotonic() - saved > 60 * save_minutes:
+            save_checkpoint(out, capabilities, averaged)
+            saved = time.monotonic()
+    save_checkpoint(out, capabilities, averaged)
+    for path in sorted(out.iterdir()):
+        click.echo(f"{path} {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The trained demo denoiser, as a user meets it: text in, calls out, through the native runtime."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from denoisers import load
+
+import dlm_runtime
+from dlm_export import reference
+from dlm_runtime import Bundle
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES / "demo"))
+
+HELD_OUT = [json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()]
+MATCH_FLOOR = 0.9  # the model card has the figure over all 600
+COMMAND = "remind me to call the garage at seven tomorrow"
+
+
+@pytest.fixture(scope="module")
+def demo(demo_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(demo_bundle, threads=1) as bundle:
+        yield bundle
+
+
+def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:
+    from evaluate import evaluate
+
+    result = evaluate(demo, HELD_OUT[:120], preset="fast-dllm")
+    assert sum(result["right"]["all"]) / 120 >= MATCH_FLOOR
+    assert max(result["nfe"]) <= 64
+
+
+def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> None:
+    denoiser = load(EXAMPLES / "demo-denoiser")
+    assert demo.tokenizer is not None
+    for line in HELD_OUT[:4]:
+        tokens = demo.tokenizer.encode(line["prompt"])
+        for preset, changes in (
+            ("llada", {}),
+            ("fast-dllm", {}),
+            ("fast-dllm", {"cache": "prefix", "block_length": 16}),
+            ("fast-dllm", {"cache": "none", "commit": "factor"}),
+            ("dream", {}),
+            ("dream", {"score": "margin"}),
+            ("dream-block", {"block_length": 16}),
+        ):
+            policy = demo.policy(preset, **changes)
+            wanted = reference.generate(denoiser, tokens, policy, 32, steps=0)
+            out = demo.generate(tokens=tokens, max_new_tokens=32, preset=preset, **changes)
+            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe), (preset, changes)
+
+
+def test_parallel_commits_take_fewer_passes_than_tokens(demo: Bundle) -> None:
+    fast = demo.generate(prompt=COMMAND, max_new_tokens=32, preset="fast-dllm")
+    slow = demo.generate(prompt=COMMAND, max_new_tokens=32, preset="llada")
+    assert slow.nfe == 32
+    assert fast.nfe <= 12
+    assert fast.cache_bytes > 0
+    assert slow.cache_bytes == 0
+
+
+def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
+    assert demo.tokenizer is not None
+    by_prompt = demo.generate(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm")
+    by_chat = demo.generate(chat=[{"role": "user", "content": COMMAND}], max_new_tokens=64, preset="fast-dllm")
+    by_tokens = demo.generate(tokens=demo.tokenizer.encode(COMMAND), max_new_tokens=64, preset="fast-dllm")
+    assert by_prompt.tokens == by_chat.tokens == by_tokens.tokens
+    assert by_prompt.text == by_chat.text == by_tokens.text
+    assert set(by_prompt.timings) == {"prefill", "passes", "total"}
+
+
+def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:
+    events = list(demo.stream(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8))
+    texts = [event.text or "" for event in events]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert events[-1].done
+    assert events[-1].result is not None
+    assert texts[-1] == events[-1].result.text
+    assert (
+        events[-1].result.tokens == demo.generate(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8).tokens
+    )
+
+
+def test_a_stream_may_be_left_and_the_bundle_used_again(demo: Bundle) -> None:
+    stream = demo.stream(prompt=COMMAND, max_new_tokens=64)
+    next(iter(stream))
+    del stream
+    assert demo.generate(prompt=COMMAND, max_new_tokens=16).nfe > 0
+
+
+def test_masked_positions_in_the_middle_are_filled(demo: Bundle) -> None:
+    assert demo.tokenizer is not None
+    whole = demo.generate(prompt=COMMAND, max_new_tokens=32, preset="fast-dllm").tokens
+    start = len(demo.tokenizer.encode(COMMAND))
+    holes = [start + 1, start + 4]
+    punched = [demo.mask_token_id if i in holes else token for i, token in enumerate(whole)]
+    filled = demo.generate(tokens=punched, max_new_tokens=0, preset="fast-dllm")
+    assert filled.tokens == whole
+    assert filled.nfe <= 2
+
+
+def test_threads_share_a_bundle(demo: Bundle) -> None:
+    wanted = [demo.generate(prompt=line["prompt"], max_new_tokens=32, preset="fast-dllm").tokens for line in HELD_OUT[:4]]
+    got: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            got[i] = demo.generate(prompt=HELD_OUT[i]["prompt"], max_new_tokens=32, preset="fast-dllm").tokens
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [got[i] for i in range(4)] == wanted
+
+
+def test_a_closed_bundle_refuses_requests(demo_bundle: Path) -> None:
+    bundle = dlm_runtime.open(demo_bundle, threads=1)
+    bundle.close()
+    with pytest.raises(dlm_runtime.RequestError, match="closed"):
+        bundle.generate(prompt=COMMAND, max_new_tokens=4)
