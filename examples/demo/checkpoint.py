@@ -45,7 +45,7 @@ def save_checkpoint(folder: Path, capabilities: Capabilities, parameters: dict[s
         "weight_tying": c.tied_head,
     }
     tensors = {}
-    for name, source in llada.tensor_sources(c).items():
+    for name, source in llada.LAYOUT.sources(c).items():
         parameter = parameters[name].detach()
         # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
         tensors[source.tensor] = (parameter.T if source.transpose else parameter).to(torch.bfloat16).contiguous()

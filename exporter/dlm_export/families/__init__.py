@@ -13,7 +13,7 @@ import torch
 from dlm_export.checkpoint import Checkpoint, CheckpointError
 from dlm_export.denoiser import Capabilities, Denoiser
 from dlm_export.families import dream, llada
-from dlm_export.families.base import Family, Overrides, Source
+from dlm_export.families.base import Family, Overrides
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY)}
 _LISTED = 8  # names shown of each kind of tensor error
@@ -45,7 +45,7 @@ class Weights:
         """Raises CheckpointError that names every missing, extra and wrongly shaped tensor."""
         self.checkpoint = checkpoint
         self.shapes = capabilities.parameter_shapes()
-        self.sources = FAMILIES[capabilities.family].sources(capabilities)
+        self.sources = FAMILIES[capabilities.family].layout.sources(capabilities)
         assert self.sources.keys() == self.shapes.keys(), self.sources.keys() ^ self.shapes.keys()
         self._check()
 
@@ -99,4 +99,4 @@ def load(weights: Weights, capabilities: Capabilities, dtype: torch.dtype = torc
     return denoiser.eval().requires_grad_(False)
 
 
-__all__ = ["FAMILIES", "Family", "Source", "Weights", "find", "load", "read_capabilities"]
+__all__ = ["FAMILIES", "Family", "Weights", "find", "load", "read_capabilities"]

@@ -19,6 +19,50 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """What a release calls the denoiser's tensors, ``.weight`` and ``.bias`` left out; ``layer`` is formatted with ``i``."""
+
+    embed: str
+    layer: str
+    attention_norm: str
+    q: str
+    k: str
+    v: str
+    out: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+    final_norm: str
+    head: str
+
+    def sources(self, c: Capabilities) -> dict[str, Source]:
+        """Denoiser parameter -> released tensor. Released matrices are ``[out, in]``, the denoiser's ``[in, out]``."""
+        linears = {
+            "attention.q": self.q,
+            "attention.k": self.k,
+            "attention.v": self.v,
+            "attention.out": self.out,
+            "mlp.gate": self.gate,
+            "mlp.up": self.up,
+            "mlp.down": self.down,
+        }
+        sources = {"embed.weight": Source(f"{self.embed}.weight")}
+        for i in range(c.layers):
+            ours, theirs = f"blocks.{i}.", self.layer.format(i=i)
+            sources[f"{ours}attention_norm.weight"] = Source(f"{theirs}{self.attention_norm}.weight")
+            sources[f"{ours}mlp_norm.weight"] = Source(f"{theirs}{self.mlp_norm}.weight")
+            for name, released in linears.items():
+                sources[f"{ours}{name}.weight"] = Source(f"{theirs}{released}.weight", transpose=True)
+                if c.qkv_bias and name in ("attention.q", "attention.k", "attention.v"):
+                    sources[f"{ours}{name}.bias"] = Source(f"{theirs}{released}.bias")
+        sources["final_norm.weight"] = Source(f"{self.final_norm}.weight")
+        if not c.tied_head:
+            sources["head.weight"] = Source(f"{self.head}.weight", transpose=True)
+        return sources
+
+
+@dataclass(frozen=True)
 class Overrides:
     """What the user says instead of the checkpoint; None leaves it to the checkpoint."""
 
@@ -35,7 +79,7 @@ class Family:
     description: str
     default_preset: str
     capabilities: Callable[[Checkpoint, Overrides], Capabilities]
-    sources: Callable[[Capabilities], dict[str, Source]]
+    layout: Layout
 
 
 @dataclass(frozen=True)

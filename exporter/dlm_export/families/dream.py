@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlm_export.checkpoint import Checkpoint, CheckpointError
 from dlm_export.denoiser import Capabilities
-from dlm_export.families.base import Family, Overrides, Source, special_tokens
+from dlm_export.families.base import Family, Layout, Overrides, special_tokens
 
 # Both were trained on canvases of 2048 tokens; max_position_embeddings still says what the Qwen2.5 they started from took.
 TRAINED_LENGTH = 2048
@@ -51,30 +51,20 @@ def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilit
     )
 
 
-def tensor_sources(c: Capabilities) -> dict[str, Source]:
-    """Denoiser parameter -> released tensor, under Qwen2's names."""
-    sources = {"embed.weight": Source("model.embed_tokens.weight")}
-    layer = {
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
-        "attention.out": "self_attn.o_proj",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    }
-    for i in range(c.layers):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        sources[f"{ours}attention_norm.weight"] = Source(f"{theirs}input_layernorm.weight")
-        sources[f"{ours}mlp_norm.weight"] = Source(f"{theirs}post_attention_layernorm.weight")
-        for name, released in layer.items():
-            sources[f"{ours}{name}.weight"] = Source(f"{theirs}{released}.weight", transpose=True)
-            if name in ("attention.q", "attention.k", "attention.v"):
-                sources[f"{ours}{name}.bias"] = Source(f"{theirs}{released}.bias")
-    sources["final_norm.weight"] = Source("model.norm.weight")
-    if not c.tied_head:
-        sources["head.weight"] = Source("lm_head.weight", transpose=True)
-    return sources
-
-
-FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_capabilities, tensor_sources)
+# Qwen2's names.
+LAYOUT = Layout(
+    embed="model.embed_tokens",
+    layer="model.layers.{i}.",
+    attention_norm="input_layernorm",
+    q="self_attn.q_proj",
+    k="self_attn.k_proj",
+    v="self_attn.v_proj",
+    out="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    final_norm="model.norm",
+    head="lm_head",
+)
+FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_capabilities, LAYOUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlm_export.checkpoint import Checkpoint, CheckpointError
 from dlm_export.denoiser import Capabilities
-from dlm_export.families.base import Family, Overrides, Source, special_tokens
+from dlm_export.families.base import Family, Layout, Overrides, special_tokens
 
 
 def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilities:
@@ -51,30 +51,20 @@ def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilit
     )
 
 
-def tensor_sources(c: Capabilities) -> dict[str, Source]:
-    """Denoiser parameter -> released tensor. The MLP's gate is ``ff_proj``; the head shares the name ``ff_out``."""
-    sources = {"embed.weight": Source("model.transformer.wte.weight")}
-    layer = {
-        "attention.q": "q_proj",
-        "attention.k": "k_proj",
-        "attention.v": "v_proj",
-        "attention.out": "attn_out",
-        "mlp.gate": "ff_proj",
-        "mlp.up": "up_proj",
-        "mlp.down": "ff_out",
-    }
-    for i in range(c.layers):
-        ours, theirs = f"blocks.{i}.", f"model.transformer.blocks.{i}."
-        sources[f"{ours}attention_norm.weight"] = Source(f"{theirs}attn_norm.weight")
-        sources[f"{ours}mlp_norm.weight"] = Source(f"{theirs}ff_norm.weight")
-        for name, released in layer.items():
-            sources[f"{ours}{name}.weight"] = Source(f"{theirs}{released}.weight", transpose=True)
-            if c.qkv_bias and released in ("q_proj", "k_proj", "v_proj"):
-                sources[f"{ours}{name}.bias"] = Source(f"{theirs}{released}.bias")
-    sources["final_norm.weight"] = Source("model.transformer.ln_f.weight")
-    if not c.tied_head:
-        sources["head.weight"] = Source("model.transformer.ff_out.weight", transpose=True)
-    return sources
-
-
-FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_capabilities, tensor_sources)
+# The head and every MLP's last matrix share the name ff_out; the MLP's gate is ff_proj.
+LAYOUT = Layout(
+    embed="model.transformer.wte",
+    layer="model.transformer.blocks.{i}.",
+    attention_norm="attn_norm",
+    q="q_proj",
+    k="k_proj",
+    v="v_proj",
+    out="attn_out",
+    mlp_norm="ff_norm",
+    gate="ff_proj",
+    up="up_proj",
+    down="ff_out",
+    final_norm="model.transformer.ln_f",
+    head="model.transformer.ff_out",
+)
+FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_capabilities, LAYOUT)
