@@ -123,8 +123,13 @@ def test_threads_share_a_bundle(demo: Bundle) -> None:
     assert [got[i] for i in range(4)] == wanted
 
 
-def test_a_closed_bundle_refuses_requests(demo_bundle: Path) -> None:
+def test_a_closed_bundle_refuses_requests_and_ends_its_streams(demo_bundle: Path) -> None:
     bundle = dlm_runtime.open(demo_bundle, threads=1)
+    stream = bundle.stream(prompt=COMMAND, max_new_tokens=64)
+    next(stream)
     bundle.close()
     with pytest.raises(dlm_runtime.RequestError, match="closed"):
+        next(stream)
+    with pytest.raises(dlm_runtime.RequestError, match="closed"):
         bundle.generate(prompt=COMMAND, max_new_tokens=4)
+    bundle.close()

@@ -17,7 +17,7 @@ from dlm_export import families, graph, targets, tokenizer, verify
 from dlm_export.checkpoint import Checkpoint
 from dlm_export.denoiser import Capabilities
 from dlm_export.families.base import Overrides
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, RequestError
 from dlm_runtime.policy import PRESETS, Policy
 
 ACCURACY_FILE = "accuracy.json"
@@ -174,11 +174,16 @@ def check(
     torch is done before the bundle is opened, so that only one of them holds weights. Raises DlmError.
     """
     progress = progress or Silent()
-    prompts = prompts or verify.random_prompts(capabilities, PROMPT_COUNT, seed)
+    if prompts is None:
+        prompts = verify.random_prompts(capabilities, PROMPT_COUNT, seed)
+        max_new_tokens = max(1, min(max_new_tokens, capabilities.max_canvas_length - len(prompts[0])))
     longest = max(len(prompt) for prompt in prompts)
-    max_new_tokens = min(max_new_tokens, capabilities.max_canvas_length - longest)
-    if max_new_tokens < 1:
-        raise DlmError(f"a prompt of {longest} tokens leaves no room on the canvas of {capabilities.max_canvas_length}")
+    room = capabilities.max_canvas_length - longest
+    if max_new_tokens > room:
+        raise RequestError(
+            f"a prompt of {longest} tokens leaves room for {room} on the canvas of {capabilities.max_canvas_length}, "
+            f"not for {max_new_tokens}"
+        )
     denoiser = families.load(families.Weights(checkpoint, capabilities), capabilities)
     cases = verify.make_cases(presets, prompts, max_new_tokens)
     expected = verify.expect(denoiser, prompts, cases, seed, progress.advance)

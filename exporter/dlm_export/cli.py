@@ -326,7 +326,9 @@ def _print_parity(parity: Parity) -> None:
     ]
     _table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
     limit = parity.tolerance.relative
-    click.echo(f"{'Holds' if not parity.misses else 'FAILS'} at {parity.precision} (logits within {limit:.0e} of their range)")
+    share = f"{parity.tolerance.agreement:.0%} of canvases equal"
+    verdict = "FAILS" if parity.misses else "Holds"
+    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.0e} of their range, {share})")
 
 
 @main.command(context_settings=CONTEXT)
@@ -400,9 +402,8 @@ def run(
         )
         return
     click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
-    total = result.timings["total"]
-    rate = f", {max_new_tokens / total:.0f} positions/s" if total > 0 else ""
-    click.echo(f"[{result.nfe} passes, {total * 1e3:.1f} ms{rate}, {opened.engine}]", err=True)
+    passes = f"{result.nfe} pass{'es' if result.nfe != 1 else ''}"
+    click.echo(f"[{passes}, {result.timings['total'] * 1e3:.1f} ms, {opened.engine}]", err=True)
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -437,7 +438,11 @@ def targets(as_json: bool) -> None:
         return
     rows = [[t.name, t.description, t.engine, ", ".join(t.precisions), t.note] for t in TARGETS.values()]
     _table("Targets", ["target", "device", "engine", "precisions", "note"], rows)
-    engine = f"onnxruntime {machine['onnxruntime']}" if machine["onnxruntime"] else "onnxruntime is not installed"
+    engine = (
+        f"onnxruntime {machine['onnxruntime']} ({machine['onnxruntime_library']})"
+        if machine["onnxruntime"]
+        else "onnxruntime is not installed"
+    )
     click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {_bytes(machine['memory_bytes'])}, {engine}")
 
 

@@ -53,8 +53,10 @@ def find(name: str, precision: str) -> Target:
 
 
 def this_machine() -> dict[str, Any]:
-    """The processor at hand: model, cores, memory in bytes, ONNX Runtime's version (None where it is not installed)."""
+    """The processor at hand: model, cores, memory in bytes, ONNX Runtime's version and library (None: not installed)."""
     from importlib import metadata
+
+    from dlm_runtime._native import onnxruntime_library
 
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -73,6 +75,7 @@ def this_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "onnxruntime": onnxruntime,
+        "onnxruntime_library": onnxruntime_library(),
     }
 
 

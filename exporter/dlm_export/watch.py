@@ -8,6 +8,7 @@ from typing import Any
 from dlm_runtime import Bundle, Event, Generation
 
 MASKED, GUESSED, COMMITTED, NEW = "bright_black", "italic yellow", "default", "bold green"
+LEGEND = (("committed", COMMITTED), ("just now", NEW), ("guessed", GUESSED), ("░ masked", MASKED), ("∎ end", COMMITTED))
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
@@ -17,12 +18,15 @@ def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation
 
     result = None
     before: list[int] | None = None
-    with Live(console=Console(stderr=True), auto_refresh=False) as live:
+    console = Console(stderr=True)
+    with Live(console=console, auto_refresh=False) as live:
         for event in bundle.stream(**request):
             live.update(_render(bundle, event, before), refresh=True)
             before, result = event.canvas, event.result
             if not event.done:
                 time.sleep(delay_s)
+    if not console.is_terminal:
+        console.print()  # Live leaves the cursor behind its only frame
     assert result is not None
     return result
 
@@ -42,7 +46,13 @@ def _render(bundle: Bundle, event: Event, before: list[int] | None) -> Any:
             canvas.append(_text(bundle, token), COMMITTED)
     masked = event.canvas.count(bundle.mask_token_id)
     status = Text(f"pass {event.nfe}, {event.committed} committed, {masked} masked   ", "bright_black")
-    for name, style in (("committed", COMMITTED), ("just now", NEW), ("guessed", GUESSED), ("░ masked", MASKED)):
+    for name, style in (
+        ("committed", COMMITTED),
+        ("just now", NEW),
+        ("guessed", GUESSED),
+        ("░ masked", MASKED),
+        ("∎ end", COMMITTED),
+    ):
         status.append(f"{name}  ", style)
     return Group(canvas, status)
 

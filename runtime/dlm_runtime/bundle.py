@@ -67,6 +67,8 @@ class Bundle:
         self._owned = owned  # what must live as long as the handle, such as a callback
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
+        self._busy = 0  # sessions of running requests; the last one to end frees a closed bundle
+        self._is_closed = False
         self._default_policy = default_policy
         self.tokenizer = tokenizer
         text = self._library.dlm_bundle_manifest(handle).decode()
@@ -80,13 +82,27 @@ class Bundle:
         self.engine: str = self._library.dlm_bundle_engine(handle).decode()
 
     def close(self) -> None:
-        """Free the engine and its weights. Running requests must have ended."""
+        """Take no more requests, and free the engine and its weights once those that run have ended.
+
+        A stream ends at its next step, with RequestError.
+        """
         with self._lock:
-            while self._idle:
-                self._library.dlm_session_destroy(self._idle.pop())
-            if self._handle:
-                self._library.dlm_bundle_destroy(self._handle)
-                self._handle = C.c_void_p()
+            self._is_closed = True
+            self._free()
+
+    def _free(self) -> None:
+        """Free what a closed bundle holds if nothing runs; the lock is held."""
+        if not self._is_closed or self._busy:
+            return
+        while self._idle:
+            self._library.dlm_session_destroy(self._idle.pop())
+        if self._handle:
+            self._library.dlm_bundle_destroy(self._handle)
+            self._handle = C.c_void_p()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("the bundle is closed")
 
     def __enter__(self) -> Bundle:
         return self
@@ -100,6 +116,7 @@ class Bundle:
 
     def policy(self, preset: str | None = None, **changes: Any) -> Policy:
         """A preset of this bundle (None: its default) with some fields changed. Raises BundleError, RequestError."""
+        self._check_open()
         if self._default_policy is not None and preset is None:
             return self._default_policy.with_fields(changes)
         native = _native.Policy()
@@ -186,6 +203,7 @@ class Bundle:
             self._check(self._library.dlm_session_start(session, C.byref(request.options), given, len(request.given)), session)
             view, stats = _native.Step(), _native.Stats()
             while not view.done:
+                self._check_open()
                 self._check(self._library.dlm_session_step(session, C.byref(view)), session)
                 canvas = view.canvas[: view.length]
                 result = None
@@ -215,20 +233,21 @@ class Bundle:
     @contextmanager
     def _session(self) -> Iterator[C.c_void_p]:
         with self._lock:
-            if not self._handle:
-                raise RequestError("the bundle is closed")
-            session = self._idle.pop() if self._idle else None
-        if session is None:
-            session = C.c_void_p()
-            message = C.create_string_buffer(_native.MESSAGE_BYTES)
-            status = self._library.dlm_session_create(self._handle, message, len(message), C.byref(session))
-            if status:
-                raise _native.error(status, message.value)
+            self._check_open()
+            session = self._idle.pop() if self._idle else C.c_void_p()
+            if not session:
+                message = C.create_string_buffer(_native.MESSAGE_BYTES)
+                status = self._library.dlm_session_create(self._handle, message, len(message), C.byref(session))
+                if status:
+                    raise _native.error(status, message.value)
+            self._busy += 1
         try:
             yield session
         finally:
             with self._lock:
                 self._idle.append(session)
+                self._busy -= 1
+                self._free()
 
 
 class _Request:
@@ -253,9 +272,7 @@ class _Request:
             raise RequestError("this bundle has no tokenizer: give tokens")
         else:
             self.given = bundle.tokenizer.encode(prompt) if prompt is not None else bundle.tokenizer.encode_chat(chat or [])
-        for name, value in (("max_new_tokens", max_new_tokens), ("steps", steps)):
-            if not isinstance(value, int) or not 0 <= value < 1 << 24:
-                raise RequestError(f"{name} = {value!r} is not an integer in 0..{(1 << 24) - 1}")
+        max_new_tokens, steps = _count("max_new_tokens", max_new_tokens), _count("steps", steps)
         self.capacity = len(self.given) + max_new_tokens
         self.policy = native_policy(policy)
         self.options = _native.GenerateOptions()
@@ -277,6 +294,16 @@ class _Request:
                 generated = generated[:end]
                 break
         return self.bundle.tokenizer.decode(generated)
+
+
+def _count(name: str, value: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if not 0 <= count < 1 << 24:
+        raise RequestError(f"{name} = {value!r} is not an integer in 0..{(1 << 24) - 1}")
+    return count
 
 
 def _token_ids(tokens: Sequence[int]) -> list[int]:
