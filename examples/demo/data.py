@@ -15,6 +15,7 @@ Label rules, so that every command has exactly one right call:
 
 from __future__ import annotations
 
+import enum
 import json
 import random
 import re
@@ -27,8 +28,17 @@ from typing import Any
 import click
 import words
 
-Sampler = Callable[[random.Random, bool], tuple[str, Any]]
-"""``(rng, unseen_value) -> (spoken form, value in the call)``."""
+
+class Side(enum.Enum):
+    """Where open values come from: training with unrelated phrases among them, training as said, or held out."""
+
+    TRAINING = enum.auto()
+    KNOWN = enum.auto()
+    UNSEEN = enum.auto()
+
+
+Sampler = Callable[[random.Random, Side], tuple[str, Any]]
+"""``(rng, side) -> (spoken form, value in the call)``."""
 
 
 def is_held_out(value: str) -> bool:
@@ -36,13 +46,19 @@ def is_held_out(value: str) -> bool:
     return zlib.crc32(value.encode()) % 8 == 0
 
 
+WORD_POOLS = (words.NOUNS, words.VERBS, words.ADJECTIVES, words.FOODS, words.OBJECTS, words.NAMES)
+ANY_PHRASE_SHARE = 0.35  # of the open values trained on
+
+
 def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Sampler:
     """A sampler of open values; with probability ``article`` a spoken ``the`` that the value drops."""
 
-    def sample(rng: random.Random, unseen_value: bool) -> tuple[str, str]:
-        value = compose(rng)
-        while is_held_out(value) != unseen_value:
-            value = compose(rng)
+    def sample(rng: random.Random, side: Side) -> tuple[str, str]:
+        # A word that no training value starts with would never be predicted there, so any word may start one.
+        source = _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
+        value = source(rng)
+        while is_held_out(value) != (side is Side.UNSEEN):
+            value = source(rng)
         return ("the " + value if rng.random() < article else value), value
 
     return sample
@@ -51,13 +67,13 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
     """A sampler of a small known set, the same in training and held-out."""
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
-    return lambda rng, unseen_value: rng.choice(choices)
+    return lambda rng, side: rng.choice(choices)
 
 
 def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
     """A sampler of whole numbers, spoken as digits with probability ``digits`` and in words otherwise."""
 
-    def sample(rng: random.Random, unseen_value: bool) -> tuple[str, int]:
+    def sample(rng: random.Random, side: Side) -> tuple[str, int]:
         number = rng.randrange(low, high + 1, step)
         return (str(number) if rng.random() < digits else words.number_words(number)), number
 
@@ -67,11 +83,11 @@ def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
 def _list(item: Sampler, most: int = 3) -> Sampler:
     """A sampler of one to ``most`` different values: ``a``, ``a and b``, ``a, b and c`` or ``a and b and c``."""
 
-    def sample(rng: random.Random, unseen_value: bool) -> tuple[str, list[Any]]:
+    def sample(rng: random.Random, side: Side) -> tuple[str, list[Any]]:
         spoken: list[str] = []
         values: list[Any] = []
         for _ in range(rng.randint(1, most)):
-            form, value = item(rng, unseen_value)
+            form, value = item(rng, side)
             if value not in values:
                 spoken.append(form)
                 values.append(value)
@@ -88,8 +104,13 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 
 def _any_words(rng: random.Random, most: int) -> str:
     """One to ``most`` unrelated words: nothing but copying predicts them."""
-    pools = (words.NOUNS, words.VERBS, words.ADJECTIVES, words.FOODS, words.OBJECTS, words.NAMES)
-    return " ".join(_word(rng, rng.choice(pools)) for _ in range(rng.randint(1, most)))
+    return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
+
+
+def _any_phrase(rng: random.Random) -> str:
+    """Two unrelated words of any pool, the first of them a place or a point as often as anything else."""
+    pools = (words.PLACES, words.POINTS, words.SURFACES, *WORD_POOLS)
+    return f"{_word(rng, rng.choice(pools), 0.1)} {_word(rng, rng.choice(pools))}"
 
 
 def _noun_phrase(rng: random.Random) -> str:
@@ -153,7 +174,7 @@ def _thing(choices: tuple[str, ...]) -> Callable[[random.Random], str]:
     return compose
 
 
-def _time(rng: random.Random, unseen_value: bool) -> tuple[str, str]:
+def _time(rng: random.Random, side: Side) -> tuple[str, str]:
     """A spoken time of day and ``HH:MM``."""
     shape = rng.random()
     if shape < 0.06:
@@ -182,17 +203,17 @@ def _time(rng: random.Random, unseen_value: bool) -> tuple[str, str]:
     return spoken, f"{hour:02d}:{minute:02d}"
 
 
-def _degrees(rng: random.Random, unseen_value: bool) -> tuple[str, float]:
+def _degrees(rng: random.Random, side: Side) -> tuple[str, float]:
     """A temperature from 15 to 29, in halves."""
-    spoken, number = _number(15, 29)(rng, unseen_value)
+    spoken, number = _number(15, 29)(rng, side)
     if rng.random() < 0.2:
         return (f"{number}.5" if spoken.isdigit() else f"{spoken} and a half"), number + 0.5
     return spoken, number
 
 
-def _metres(rng: random.Random, unseen_value: bool) -> tuple[str, float]:
+def _metres(rng: random.Random, side: Side) -> tuple[str, float]:
     """A distance from 1 to 20 metres, in halves, with its unit."""
-    spoken, number = _number(1, 20)(rng, unseen_value)
+    spoken, number = _number(1, 20)(rng, side)
     if rng.random() < 0.25:
         return (f"{number}.5" if spoken.isdigit() else f"{spoken} and a half") + " metres", number + 0.5
     return f"{spoken} metre{'s' if number > 1 else ''}", number
@@ -633,13 +654,13 @@ def _say(literal: str, rng: random.Random) -> str:
     return re.sub(r"(?<= )(?=\w)", lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "", literal)
 
 
-def make_example(function: Function, template: str, rng: random.Random, unseen_value: bool) -> Example:
-    """Fill one template; ``unseen_value`` draws every open value from the held-out side."""
+def make_example(function: Function, template: str, rng: random.Random, side: Side) -> Example:
+    """Fill one template; ``side`` says where open values come from."""
     text, arguments, values = "", {}, []
     resolved, end = _resolve(template, rng), 0
     for match in _SLOT.finditer(resolved):
         kind = match[2] or match[1]
-        spoken, value = KINDS[kind](rng, unseen_value)
+        spoken, value = KINDS[kind](rng, side)
         text += _say(resolved[end : match.start()], rng) + spoken
         arguments[match[1]] = value
         if kind in OPEN_KINDS:
@@ -660,7 +681,7 @@ def training_examples(seed: int) -> Iterator[Example]:
     rng = random.Random(seed)
     while True:
         function = rng.choice(FUNCTIONS)
-        yield make_example(function, rng.choice(function.training), rng, unseen_value=False)
+        yield make_example(function, rng.choice(function.training), rng, Side.TRAINING)
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
@@ -675,7 +696,7 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
         unseen = ("template", "value", "both")[len(examples) % 3]
         function = rng.choice(FUNCTIONS)
         template = rng.choice(function.training if unseen == "value" else function.held_out)
-        example = make_example(function, template, rng, unseen_value=unseen != "template")
+        example = make_example(function, template, rng, Side.KNOWN if unseen == "template" else Side.UNSEEN)
         if example.prompt not in prompts and (unseen == "template" or example.values):
             prompts.add(example.prompt)
             examples.append((unseen, example))

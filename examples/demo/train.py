@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 import torch
 import torch.nn.functional as F
-from checkpoint import save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
 from data import training_examples
 from tokenizer import EOS, MASK, SPACE, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
@@ -202,8 +202,10 @@ def learning_rate(progress: float, step: int) -> float:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
+@click.option("--init", type=click.Path(path_type=Path), help="Go on from this checkpoint and its tokenizer.")
 @click.option("--steps", type=click.IntRange(1), default=8000, show_default=True, help="Optimiser steps.")
 @click.option("--minutes", type=float, default=None, help="Wall-clock budget; ends the decay early.  [default: none]")
+@click.option("--rate", type=float, default=0.005, show_default=True, help="Peak learning rate of the matrices.")
 @click.option("--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights.")
 @click.option("--vocab-size", type=click.IntRange(600), default=3072, show_default=True, help="Ids of the tokenizer.")
@@ -211,8 +213,10 @@ def learning_rate(progress: float, step: int) -> float:
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True, help="CPU threads.")
 def main(
     out: Path,
+    init: Path | None,
     steps: int,
     minutes: float | None,
+    rate: float,
     rows: int,
     seed: int,
     vocab_size: int,
@@ -228,7 +232,10 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     # The tokenizer's text and the commands trained on come from different seeds of the same generator.
     sample = list(itertools.islice(training_examples(seed + 1), 20000))
-    tokenizer = train_tokenizer([t for e in sample for t in (e.prompt, e.completion)], vocab_size, vocab_size * 5 // 16)
+    if init is None:
+        tokenizer = train_tokenizer([t for e in sample for t in (e.prompt, e.completion)], vocab_size, vocab_size * 5 // 16)
+    else:
+        tokenizer = Tokenizer.from_file(str(init / "tokenizer.json"))
     save_tokenizer(tokenizer, out)
     capabilities = describe(tokenizer)
     mask_token_id, eos = capabilities.mask_token_id, capabilities.eos_token_ids[0]
@@ -236,14 +243,17 @@ def main(
         [index == eos or '"' in tokenizer.id_to_token(index) for index in range(capabilities.vocab_size)]
     )
 
-    denoiser = Denoiser(capabilities)
-    initialise(denoiser, tokenizer)
+    if init is None:
+        denoiser = Denoiser(capabilities)
+        initialise(denoiser, tokenizer)
+    else:
+        denoiser = load_checkpoint(init).requires_grad_(True)
     averaged = {name: parameter.detach().clone() for name, parameter in denoiser.named_parameters()}
     matrices = [p for n, p in denoiser.named_parameters() if n.startswith("blocks.") and p.ndim == 2]
     others = [p for n, p in denoiser.named_parameters() if not (n.startswith("blocks.") and p.ndim == 2)]
     optimisers: list[tuple[torch.optim.Optimizer, float]] = [
-        (torch.optim.Muon(matrices, lr=0.005, weight_decay=0.02), 0.005),
-        (torch.optim.AdamW(others, lr=0.002, betas=(0.9, 0.98), weight_decay=0.0), 0.002),
+        (torch.optim.Muon(matrices, lr=rate, weight_decay=0.02), rate),
+        (torch.optim.AdamW(others, lr=0.4 * rate, betas=(0.9, 0.98), weight_decay=0.0), 0.4 * rate),
     ]
     generator = torch.Generator().manual_seed(seed)
 
