@@ -139,7 +139,7 @@ def build(
             with stage("check parity", 2 * check_units(presets)):
                 report.parity = check(folder, checkpoint, capabilities, presets, precision, progress=progress)
             if report.parity.misses:
-                raise ParityError(f"{output}: not written, it differs from PyTorch: {'; '.join(report.parity.misses)}")
+                raise ParityError(f"{output}: not written, it differs from PyTorch: {report.parity.summary}")
             (folder / ACCURACY_FILE).write_text(json.dumps({"parity": report.parity.as_dict()}, indent=1) + "\n")
             bundle_files.finish(folder, manifest)
     for path in sorted(output.rglob("*")):

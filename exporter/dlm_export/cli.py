@@ -139,13 +139,15 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
 
     Example: dlm-export inspect examples/demo-denoiser
     """
-    from dlm_export import families
+    from dlm_export import families, tokenizer
     from dlm_export.checkpoint import Checkpoint
     from dlm_export.graph import PRECISIONS
 
     opened = Checkpoint(checkpoint)
     capabilities = families.read_capabilities(opened, _overrides(mask_token_id, max_canvas_length))
     families.Weights(opened, capabilities)  # names what is missing, extra or wrongly shaped
+    text = tokenizer.read(opened, capabilities)
+    kinds = {"tokenizer": text.tokenizer is not None, "chat_template": text.chat_template is not None}
     memory = {name: _memory(capabilities, dtype.itemsize) for name, dtype in PRECISIONS.items()}
     if as_json:
         _print_json(
@@ -155,12 +157,14 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
                 "stored_bytes": opened.weight_bytes,
                 "capabilities": capabilities.as_dict(),
                 "memory": memory,
+                **kinds,
             }
         )
         return
     dtypes = ", ".join(sorted({info.dtype for info in opened.tensors.values()}))
     click.echo(f"{checkpoint}: {capabilities.family} ({families.FAMILIES[capabilities.family].description})")
     click.echo(f"{capabilities.parameter_count():,} parameters in {len(opened.tensors)} tensors of {dtypes}")
+    click.echo(", ".join(f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in kinds.items()))
     _table("Capabilities", ["", ""], [[name, str(value)] for name, value in capabilities.as_dict().items()])
     rows = [
         [n, _bytes(m["weights_bytes"]), _bytes(m["cache_bytes_per_token"]), _bytes(m["cache_bytes"])] for n, m in memory.items()
@@ -293,7 +297,7 @@ def verify(
     else:
         _print_parity(parity)
     if parity.misses:
-        raise builder.ParityError(f"{bundle}: {'; '.join(parity.misses)}")
+        raise builder.ParityError(f"{bundle}: {parity.summary}")
 
 
 def _read_prompts(path: Path, bundle: Any, count: int) -> list[list[int]]:

@@ -112,6 +112,12 @@ class Parity:
             found += [f"{row.name}: NFE differs from the reference" for row in self.loop if not row.nfe_equal]
         return found
 
+    @property
+    def summary(self) -> str:
+        """The first misses and how many more there are."""
+        more = len(self.misses) - 2
+        return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as accuracy.json and ``--json`` show them."""
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
