@@ -133,7 +133,7 @@ def build(
             chat_template=chat_template,
         )
         with stage("hash files", 1):
-            bundle_files.finish(folder, manifest)
+            hashed = bundle_files.finish(folder, manifest)
             progress.advance()
         if check_parity:
             with stage("check parity", 2 * check_units(presets)):
@@ -141,7 +141,7 @@ def build(
             if report.parity.misses:
                 raise ParityError(f"{output}: not written, it differs from PyTorch: {report.parity.summary}")
             (folder / ACCURACY_FILE).write_text(json.dumps({"parity": report.parity.as_dict()}, indent=1) + "\n")
-            bundle_files.finish(folder, manifest)
+            bundle_files.finish(folder, manifest, hashed)
     for path in sorted(output.rglob("*")):
         if path.is_file():
             report.files_bytes[path.relative_to(output).as_posix()] = path.stat().st_size

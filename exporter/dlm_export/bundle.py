@@ -73,24 +73,27 @@ def make_manifest(
     }
 
 
-def finish(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write manifest.json with the size and SHA-256 of every other file in ``folder``."""
-    files = {}
+def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Write manifest.json with the size and SHA-256 of every other file in ``folder``; returns these by name.
+
+    ``hashed`` is what an earlier call returned: those files are not read again.
+    """
+    files = dict(hashed or {})
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST_FILE:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-            files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and path.name != MANIFEST_FILE and name not in files:
+            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    return files
 
 
-def _digest(file: Any) -> Any:
-    """hashlib.file_digest for Python 3.10."""
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    while piece := file.read(1 << 20):
-        digest.update(piece)
-    return digest
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -164,6 +164,11 @@ class Checkpoint:
                     piece = file.get_slice(name)
                     if name in self.tensors:
                         raise CheckpointError(f"{path}: {name} is in {self.tensors[name].file.name} as well")
+                    if piece.get_dtype() not in WEIGHT_DTYPES:
+                        raise CheckpointError(
+                            f"{path}: {name} is stored as {piece.get_dtype()}; only {', '.join(WEIGHT_DTYPES)} weights are "
+                            "read. Use the checkpoint that is not quantised."
+                        )
                     self.tensors[name] = TensorInfo(path, piece.get_dtype(), tuple(piece.get_shape()))
         except SafetensorError as err:
             size = path.stat().st_size
@@ -172,12 +177,6 @@ class Checkpoint:
             ) from err
         except OSError as err:
             raise CheckpointError(f"{path}: cannot read ({err})") from err
-        for name, info in self.tensors.items():
-            if info.dtype not in WEIGHT_DTYPES:
-                raise CheckpointError(
-                    f"{path}: {name} is stored as {info.dtype}; only {', '.join(WEIGHT_DTYPES)} weights are read. "
-                    "Use the checkpoint that is not quantised."
-                )
 
     def _check_index(self, index: dict[str, str]) -> None:
         for name, file in index.items():
