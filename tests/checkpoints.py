@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def llada_config(**changes: Any) -> dict[str, Any]:
@@ -132,4 +132,72 @@ def write_checkpoint(
         weight_map |= dict.fromkeys(mine, file)
     if shards > 1:
         (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+# ---- Quantised, in the layout of modelopt's unified export ----
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+LINEARS = ("proj.weight", "attn_out.weight", "ff_out.weight")  # how the matrices of both layouts end, and LLaDA's head
+
+
+def quantised_fp8(base: str, w: torch.Tensor, *, per_channel: bool = False, input_amax: float | None = 3.5) -> dict[str, Any]:
+    """A weight ``[out, in]`` and its scales as FP8; ``base`` is its name without ``.weight``."""
+    amax = w.float().abs().amax(1) if per_channel else w.float().abs().amax()
+    scale = amax / 448
+    codes = (w.float() / (scale[:, None] if per_channel else scale)).to(torch.float8_e4m3fn)
+    tensors = {f"{base}.weight": codes, f"{base}.weight_scale": scale}
+    return tensors | ({} if input_amax is None else {f"{base}.input_scale": torch.tensor(input_amax) / 448})
+
+
+def quantised_nvfp4(base: str, w: torch.Tensor, *, input_amax: float | None = 3.5) -> dict[str, Any]:
+    """A weight ``[out, in]`` and its scales as NVFP4, two codes a byte, the earlier in the low nibble."""
+    rows, inputs = w.shape
+    scale_2 = w.float().abs().amax() / (6 * 448)
+    groups = w.float().view(rows, inputs // 16, 16)
+    scale = (groups.abs().amax(-1) / (6 * scale_2)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    scaled = groups / (scale.float() * scale_2)[..., None]
+    # The first of two equally near values: not the rounding of any exporter, and as good for what reads it.
+    magnitude = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    codes = (magnitude + 8 * (scaled < 0)).view(rows, inputs).to(torch.uint8)
+    tensors = {
+        f"{base}.weight": codes[:, 0::2] | codes[:, 1::2] << 4,
+        f"{base}.weight_scale": scale,
+        f"{base}.weight_scale_2": scale_2,
+    }
+    return tensors | ({} if input_amax is None else {f"{base}.input_scale": torch.tensor(input_amax) / (6 * 448)})
+
+
+def write_quantised(path: Path, config: dict[str, Any], algorithm: str, *, seed: int = 0, head: bool = False) -> Path:
+    """A checkpoint as modelopt exports it: ``FP8``, ``FP8_PER_CHANNEL_PER_TOKEN``, ``NVFP4``, ``W4A16_NVFP4`` or mixed.
+
+    ``MIXED_PRECISION`` is NVFP4 in the MLP and FP8 in attention. The head stays as it is unless ``head``.
+    """
+    write_checkpoint(path, config, seed=seed)
+    heads = ("model.transformer.ff_out", "lm_head")
+    layers: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, Any] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        base = name.removesuffix(".weight")
+        is_linear = name.endswith((*LINEARS, "lm_head.weight")) and (head or base not in heads)
+        mine = algorithm
+        if algorithm == "MIXED_PRECISION":
+            mine = "NVFP4" if "mlp." in name or "ff_" in name or "up_proj" in name else "FP8"
+        if not is_linear:
+            tensors[name] = tensor
+        elif mine.startswith("FP8"):
+            is_dynamic = mine != "FP8"
+            tensors |= quantised_fp8(base, tensor, per_channel=is_dynamic, input_amax=None if is_dynamic else 3.5)
+        else:
+            tensors |= quantised_nvfp4(base, tensor, input_amax=3.5 if mine == "NVFP4" else None)
+        if is_linear:
+            layers[base] = {"quant_algo": mine} | ({"group_size": 16} if "NVFP4" in mine else {})
+    save_file(tensors, path / "model.safetensors")
+    said: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None}
+    if algorithm == "MIXED_PRECISION":
+        said["quantized_layers"] = layers
+    else:
+        said |= {"exclude_modules": [] if head else list(heads)} | ({"group_size": 16} if "NVFP4" in algorithm else {})
+    producer = {"name": "modelopt", "version": "0.47.0"}
+    (path / "hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": said}))
     return path

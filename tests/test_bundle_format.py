@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 import dlm_runtime
 from dlm_export import bundle as bundle_files
 from dlm_export import families
-from dlm_export.build import presets_for
 from dlm_export.checkpoint import Checkpoint
 from dlm_export.families.base import Overrides
-from dlm_runtime import BundleError, DlmError, EngineError, Policy
+from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy
 
 SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -140,14 +139,15 @@ def test_the_way_a_manifest_is_laid_out_does_not_matter(bundle: Path, style: dic
 def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
         capabilities = families.read_capabilities(Checkpoint(path), Overrides())
-        presets, default = presets_for(capabilities)
+        presets, default = dict(PRESETS), families.FAMILIES[capabilities.family].default_preset
         graph = {"file": "denoiser.onnx", "opset": 23, "top_k": 2, "inputs": ["input_ids"], "outputs": ["logits"]}
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
         manifest = bundle_files.make_manifest(
             capabilities,
-            precision="fp16",
+            precision={"name": "fp16", "simulated": False},
+            cache_dtype="float16",
             target="cpu",
             graph=graph,
             presets=presets,
@@ -284,10 +284,48 @@ def test_a_truncated_manifest_is_refused(shared_bundle: Path, llada_bundle: Path
     assert not _opens(shared_bundle)
 
 
+_POINT = {"threshold": 0.9, "quality": 0.5, "nfe": 3.5}
+QUANTISED: dict[str, Any] = {
+    "name": "mine",
+    "recipe": {
+        "name": "mine",
+        "layers": {"blocks.*": "fp8"},
+        "observer": "mse",
+        "solver": "nearest",
+        "smoothing": 0.5,
+        "rotate_down": True,
+        "embedding": "int8",
+    },
+    "layers": {"blocks.0.mlp.up": "fp8"},
+    "calibration": {
+        "samples": 3,
+        "states": 24,
+        "sources": {"masked": 24},
+        "data": {"name": "a.jsonl", "samples": 3, "sha256": "00"},
+        "states_sha256": "00",
+        "seed": 0,
+        "preset": "fast-dllm",
+        "calibrator": "own",
+    },
+    "threshold": {
+        "preset": "fast-dllm",
+        "original": _POINT,
+        "reference": _POINT,
+        "refitted": _POINT,
+        "reached": True,
+        "quality": "task",
+        "curve": [_POINT],
+    },
+}
+"""What the manifest of a quantised bundle says beside its name."""
+
+
 def _edges(rule: dict[str, Any]) -> list[Any]:
     """Values just outside what a rule of the schema allows, and some of another type."""
     if "enum" in rule or "const" in rule:
         return ["", "FULL", 2, None]
+    if rule["type"] == "boolean":
+        return [0, 1, "true", [], {}, None]
     step = 1 if "integer" in rule["type"] else 1e-6
     outside = [rule["minimum"] - step, rule["maximum"] + step] if "minimum" in rule else [7]
     return [*outside, True, [], {}] + ([] if "null" in rule["type"] else [None])
@@ -307,9 +345,14 @@ def test_every_range_and_choice_of_the_schema_is_the_native_readers(shared_bundl
     rules.append((("tokens", "eos", 0), properties["tokens"]["properties"]["eos"]["items"]))
     assert len(rules) > 40
     missed = []
+    quantised = _read(llada_bundle)
+    quantised["precision"] |= QUANTISED
+    assert VALIDATOR.is_valid(quantised)
+    _write(shared_bundle, quantised)
+    assert _opens(shared_bundle)
     for path, rule in rules:
         for value in _edges(rule):
-            manifest = _read(llada_bundle)
+            manifest = json.loads(json.dumps(quantised))
             node = manifest
             for key in path[:-1]:
                 node = node[key]

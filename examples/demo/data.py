@@ -16,6 +16,7 @@ Label rules, so that every command has exactly one right call:
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import random
 import re
@@ -47,6 +48,7 @@ def is_held_out(value: str) -> bool:
 
 
 WORD_POOLS = (words.NOUNS, words.VERBS, words.ADJECTIVES, words.FOODS, words.OBJECTS, words.NAMES)
+ANY_WORDS = tuple(sorted({*itertools.chain(*WORD_POOLS, words.PLACES, words.POINTS, words.SURFACES, words.GENRES)}))
 ANY_PHRASE_SHARE = 0.35  # of the open values trained on
 
 
@@ -108,9 +110,8 @@ def _any_words(rng: random.Random, most: int) -> str:
 
 
 def _any_phrase(rng: random.Random) -> str:
-    """Two unrelated words of any pool, the first of them a place or a point as often as anything else."""
-    pools = (words.PLACES, words.POINTS, words.SURFACES, *WORD_POOLS)
-    return f"{_word(rng, rng.choice(pools), 0.1)} {_word(rng, rng.choice(pools))}"
+    """One to three unrelated words, every word as likely as any other, one in six made up."""
+    return " ".join(_word(rng, ANY_WORDS, 1 / 6) for _ in range(rng.choice((1, 2, 2, 3))))
 
 
 def _noun_phrase(rng: random.Random) -> str:

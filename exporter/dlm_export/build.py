@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 import dlm_runtime
-from dlm_calibration.states import MASK_RATIOS
+from dlm_calibration.formats import QuantisedWeight
+from dlm_calibration.recipes import FORMATS, Recipe
+from dlm_calibration.states import MASK_RATIOS, State
+from dlm_export import accuracy, auto, calibrate, families, graph, quantise, samples, targets, verify
 from dlm_export import bundle as bundle_files
-from dlm_export import families, graph, targets, tokenizer, verify
-from dlm_export.checkpoint import Checkpoint
-from dlm_export.denoiser import Capabilities
+from dlm_export.accuracy import ACCURACY_FILE, REPORT_FILE
+from dlm_export.checkpoint import CheckpointError
+from dlm_export.denoiser import Capabilities, Denoiser
 from dlm_export.families.base import Overrides
+from dlm_export.judge import Budgets, Judgement
+from dlm_export.progress import Progress, Silent
+from dlm_export.report import write_report
+from dlm_export.sources import Source, open_source
+from dlm_export.targets import STORED
+from dlm_export.threshold import Refit
 from dlm_runtime.errors import DlmError, RequestError
-from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.policy import Policy
+from dlm_runtime.tokenizer import Tokenizer
 
-ACCURACY_FILE = "accuracy.json"
+STORED_FORMATS = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4-weight",
+}
+"""modelopt's algorithms as layer formats of recipes."""
+FITTED = 4  # times as many samples as are judged by: a threshold moves single answers
 
 
 class ParityError(DlmError):
@@ -29,33 +50,21 @@ class ParityError(DlmError):
     exit_code = 3
 
 
-class Progress(Protocol):
-    """Where a long command says how far it is."""
-
-    def start(self, stage: str, total: int) -> None:
-        """A stage of ``total`` units begins; the one before it has ended."""
-
-    def advance(self, units: int = 1) -> None:
-        """Part of the current stage is done."""
-
-
-class Silent:
-    """Progress that nobody watches."""
-
-    def start(self, stage: str, total: int) -> None: ...
-
-    def advance(self, units: int = 1) -> None: ...
-
-
 @dataclass
 class BuildReport:
     """What a build did: seconds a stage, bytes a file, and the parity that it proved (None when it was told not to)."""
 
     output: Path
     capabilities: Capabilities
+    precision: str = "fp32"
+    simulated: bool = False
     stages_s: dict[str, float] = field(default_factory=dict)
     files_bytes: dict[str, int] = field(default_factory=dict)
     parity: verify.Parity | None = None
+    judgement: Judgement | None = None
+    threshold: Refit | None = None
+    curve: list[auto.CurvePoint] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -64,17 +73,30 @@ class BuildReport:
             "parameters": self.capabilities.parameter_count(),
             "stages_s": self.stages_s,
             "files_bytes": self.files_bytes,
+            "precision": self.precision,
+            "simulated": self.simulated,
+            "warnings": self.warnings,
             "parity": None if self.parity is None else self.parity.as_dict(),
+            "judgement": None if self.judgement is None else self.judgement.as_dict(),
+            "threshold": None if self.threshold is None else self.threshold.as_dict(),
+            "curve": [point.as_dict() for point in self.curve],
         }
 
 
-def presets_for(capabilities: Capabilities) -> tuple[dict[str, Policy], str]:
-    """The presets that a bundle of this denoiser offers, and its default."""
-    return dict(PRESETS), families.FAMILIES[capabilities.family].default_preset
+@dataclass(frozen=True)
+class QuantiseOptions:
+    """How a quantised bundle is calibrated and judged. ``judged``: samples; ``budgets`` missed: no bundle is written."""
+
+    calibration: samples.CalibrationOptions = field(default_factory=samples.CalibrationOptions)
+    budgets: Budgets = field(default_factory=Budgets)
+    judged: int = 32
+    recipe_changes: Mapping[str, Any] = field(default_factory=dict)
+    calibrator: str = "own"
+    auto: auto.AutoOptions = field(default_factory=auto.AutoOptions)
 
 
 def build(
-    checkpoint_path: Path,
+    source_path: Path,
     output: Path,
     *,
     target: str = "cpu",
@@ -82,70 +104,283 @@ def build(
     force: bool = False,
     overrides: Overrides | None = None,
     check_parity: bool = True,
+    options: QuantiseOptions | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Build the bundle ``output`` from the checkpoint folder; nothing is left behind when it fails.
+    """Build the bundle ``output`` from a checkpoint folder or a full-precision bundle; nothing is left of a failed one.
 
-    Raises CheckpointError, TargetError, OutputError, and ParityError when the finished bundle differs from torch.
+    ``precision`` is fp32, fp16, the name or file of a recipe, or ``auto``. ``check_parity=False`` skips parity, and the
+    judging of a quantised bundle.
+
+    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError; ParityError when the finished bundle
+    differs from torch; AccuracyError when it misses a budget.
     """
-    progress = progress or Silent()
-    targets.find(target, precision)
-    progress.start("read checkpoint", 1)
-    checkpoint = Checkpoint(checkpoint_path)
-    capabilities = families.read_capabilities(checkpoint, overrides or Overrides())
-    weights = families.Weights(checkpoint, capabilities)
-    text = tokenizer.read(checkpoint, capabilities)
-    report = BuildReport(output, capabilities)
-    parameters = capabilities.parameter_count()
-    if check_parity:
-        _check_memory(parameters)
-    # Every tensor starts on a page of its own; the rest (graph, tokenizer, manifest) is small.
-    needed = graph.data_bytes(capabilities, precision) + (32 << 20)
-    presets, default_preset = presets_for(capabilities)
+    work = _Build(output, target, precision, options or QuantiseOptions(), check_parity, progress or Silent())
+    work.progress.start("read source", 1)
+    return work.run(open_source(source_path, overrides), force)
+
+
+def build_from(
+    source: Source,
+    output: Path,
+    *,
+    target: str = "cpu",
+    precision: str = "fp32",
+    force: bool = False,
+    check_parity: bool = True,
+    options: QuantiseOptions | None = None,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """``build`` from a source that is open already."""
+    work = _Build(output, target, precision, options or QuantiseOptions(), check_parity, progress or Silent())
+    return work.run(source, force)
+
+
+class _Build:
+    def __init__(
+        self, output: Path, target: str, precision: str, options: QuantiseOptions, check_parity: bool, progress: Progress
+    ) -> None:
+        self.output, self.precision, self.options, self.check_parity = output, precision, options, check_parity
+        self.progress = progress
+        self.target = targets.find(target)
+        self.recipe = self.target.recipe(precision)
+        if self.recipe is not None and self.options.recipe_changes:
+            self.recipe = replace(self.recipe, **self.options.recipe_changes)
+        self.base = precision if precision in graph.PRECISIONS else "fp32"
 
     @contextmanager
-    def stage(name: str, total: int) -> Iterator[None]:
-        progress.start(name, total)
+    def stage(self, name: str, total: int) -> Iterator[None]:
+        self.progress.start(name, total)
         began = time.perf_counter()
         yield
-        report.stages_s[name] = round(time.perf_counter() - began, 3)
+        self.report.stages_s[name] = round(time.perf_counter() - began, 3)
 
-    with bundle_files.staged(output, force=force, needed_bytes=needed) as folder:
-        with stage("trace graph", 1):
-            traced = graph.trace(capabilities, precision)
-            progress.advance()
-        with stage("write weights", graph.data_bytes(capabilities, precision)):
-            graph.write(traced, weights.read, folder, progress.advance)
-        chat_template = None
-        if text.tokenizer is not None:
-            (folder / "tokenizer.json").write_text(text.tokenizer, encoding="utf-8")
-        if text.tokenizer is not None and text.chat_template is not None:
-            (folder / "chat_template.jinja").write_text(text.chat_template, encoding="utf-8")
-            chat_template = {"file": "chat_template.jinja", "special_tokens": text.special_tokens}
-        manifest = bundle_files.make_manifest(
-            capabilities,
-            precision=precision,
-            target=target,
-            graph=graph.describe(capabilities),
-            presets=presets,
-            default_preset=default_preset,
-            tokenizer=None if text.tokenizer is None else "tokenizer.json",
-            chat_template=chat_template,
-        )
-        with stage("hash files", 1):
-            hashed = bundle_files.finish(folder, manifest)
-            progress.advance()
-        if check_parity:
-            with stage("check parity", 2 * check_units(presets)):
-                report.parity = check(folder, checkpoint, capabilities, presets, precision, progress=progress)
-            if report.parity.misses:
-                raise ParityError(f"{output}: not written, it differs from PyTorch: {report.parity.summary}")
-            (folder / ACCURACY_FILE).write_text(json.dumps({"parity": report.parity.as_dict()}, indent=1) + "\n")
-            bundle_files.finish(folder, manifest, hashed)
-    for path in sorted(output.rglob("*")):
-        if path.is_file():
-            report.files_bytes[path.relative_to(output).as_posix()] = path.stat().st_size
-    return report
+    def run(self, source: Source, force: bool) -> BuildReport:
+        self.source = source
+        c = self.capabilities = source.capabilities
+        self.report = BuildReport(self.output, c, warnings=list(source.notes))
+        self.presets = dict(source.presets)
+        self.preset = samples.threshold_preset(c, source.presets, self.options.calibration.preset)[0]
+        if self.check_parity:
+            _check_memory(c.parameter_count())
+        # Every tensor starts on a page of its own; the rest (graph, tokenizer, manifest) is small.
+        needed = graph.data_bytes(c, self.base) + (32 << 20)
+        with bundle_files.staged(self.output, force=force, needed_bytes=needed) as folder:
+            self.folder = folder
+            chat_template = self.write_text()
+            done = None if self.precision in graph.PRECISIONS else self.quantise()
+            with self.stage("trace graph", 1):
+                traced = graph.trace(c, self.base)
+                self.progress.advance()
+            if done is not None:
+                self.parts = quantise.rewrite(
+                    traced, done.formats, done.amax, rotated=done.rotated, embedding=done.recipe.embedding
+                )
+            with self.stage("write weights", graph.data_bytes(c, self.base)):
+                graph.write(traced, self.reader(traced, done), folder, self.progress.advance)
+            del traced
+            self.manifest = bundle_files.make_manifest(
+                c,
+                precision=self.precision_record(done),
+                cache_dtype={"fp32": "float32", "fp16": "float16"}[self.base],
+                target=self.target.name,
+                graph=graph.describe(c),
+                presets=self.presets,
+                default_preset=source.default_preset,
+                tokenizer=None if source.text.tokenizer is None else "tokenizer.json",
+                chat_template=chat_template,
+            )
+            with self.stage("hash files", 1):
+                hashed = bundle_files.finish(folder, self.manifest)
+                self.progress.advance()
+            if self.check_parity:
+                proof = self.prove(done)
+                (folder / ACCURACY_FILE).write_text(json.dumps(proof, indent=1, allow_nan=False) + "\n")
+                if done is not None:
+                    sizes = {name: entry["bytes"] for name, entry in hashed.items()}
+                    write_report(folder / REPORT_FILE, self.manifest, proof, sizes)
+                bundle_files.finish(folder, self.manifest, hashed)
+        for path in sorted(self.output.rglob("*")):
+            if path.is_file():
+                self.report.files_bytes[path.relative_to(self.output).as_posix()] = path.stat().st_size
+        return self.report
+
+    def write_text(self) -> dict[str, Any] | None:
+        """Tokenizer and chat template into the folder; what the manifest says of the template."""
+        text, self.tokenizer = self.source.text, None
+        if text.tokenizer is None:
+            return None
+        (self.folder / "tokenizer.json").write_text(text.tokenizer, encoding="utf-8")
+        template = None
+        if text.chat_template is not None:
+            template = self.folder / "chat_template.jinja"
+            template.write_text(text.chat_template, encoding="utf-8")
+        self.tokenizer = Tokenizer.from_files(self.folder / "tokenizer.json", template, text.special_tokens)
+        return None if template is None else {"file": template.name, "special_tokens": text.special_tokens}
+
+    def quantise(self) -> calibrate.Quantisation:
+        """Find the recipe's numbers."""
+        shapes = quantise.linear_layers(self.capabilities)
+        self.data: samples.Data | None = None
+        self.states: list[State] = []
+        self.provenance: dict[str, Any] | None = None
+        if self.precision == STORED:
+            self.recipe = stored_recipe(self.source)
+        recipe = self.recipe
+        formats = None
+        if recipe is not None:
+            formats = recipe.formats(list(shapes))
+            quantise.check(shapes, formats)
+        is_run = recipe is None or formats is None or recipe.needs_states(formats)
+        if self.precision == STORED:
+            is_run = False  # the checkpoint brings its ranges along
+        if is_run or self.check_parity:
+            self.data = samples.load_data(self.capabilities, self.source.path, self.tokenizer, self.options.calibration)
+            if self.data.warning:
+                self.report.warnings.append(self.data.warning)
+            self.states = self.make_states()
+        if recipe is None or formats is None:
+            recipe, formats = self.search(shapes, self.states)
+        if self.precision == STORED:
+            return calibrate.take_stored(self.source.parameters, self.capabilities, recipe, formats)
+        sweeps = calibrate.sweeps(recipe, formats, shapes, self.options.calibrator)
+        with self.stage("calibrate", max(1, sweeps * len(self.states))):
+            return calibrate.calibrate(
+                self.source.parameters,
+                self.capabilities,
+                recipe,
+                formats,
+                shapes,
+                self.states,
+                self.progress.advance,
+                self.options.calibrator,
+            )
+
+    def make_states(self) -> list[State]:
+        """The calibration states, with their provenance for the manifest."""
+        assert self.data is not None
+        options = self.options.calibration
+        with self.stage("make states", len(self.data.calibration)):
+            denoiser = families.load(self.source.parameters, self.capabilities, accuracy.holding_dtype(self.capabilities))
+            states = list(samples.calibration_states(self.source, denoiser, self.data, options, self.progress.advance))
+        digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
+        self.provenance = {
+            "samples": len(self.data.calibration),
+            "states": len(states),
+            "sources": dict(Counter(state.source for state in states)),
+            "data": self.data.provenance(),
+            "states_sha256": digest,
+            "seed": options.seed,
+            "preset": self.preset,
+            "calibrator": self.options.calibrator,
+        }
+        return states
+
+    def search(self, shapes: dict[str, tuple[int, int]], states: list[State]) -> tuple[Recipe, dict[str, str]]:
+        """``--precision auto``: the cheapest recipe within the budget."""
+        assert self.data is not None
+        options = self.options
+        formats = auto.formats_for(self.target, options.auto)
+        with self.stage("search", auto.units(shapes, formats, len(states))):
+            found = auto.search(
+                self.source,
+                shapes,
+                states,
+                self.data.judging[: options.judged],
+                formats,
+                self.source.presets[self.preset],
+                options.budgets.max_ce_increase,
+                options.calibration.seed,
+                self.progress.advance,
+            )
+        self.report.curve = found.curve
+        recipe = replace(found.recipe, **options.recipe_changes)
+        return recipe, recipe.formats(list(shapes))
+
+    def reader(self, traced: graph.Graph, done: calibrate.Quantisation | None) -> Callable[[str, np.dtype], np.ndarray]:
+        """Where ``graph.write`` gets an initialiser from."""
+        if done is None:
+            return self.source.parameters.read
+        held: dict[str, QuantisedWeight] = {}
+
+        def read(name: str, dtype: np.dtype) -> np.ndarray:
+            part = self.parts.get(name)
+            if part is None:
+                return done.parameters.read(name, dtype)
+            if part.layer not in held:
+                held.clear()  # a layer's parts are written one after the other
+                held[part.layer] = done.embedding() if part.layer == "embed" else done.weight(part.layer)
+            return part_of(held[part.layer], part)
+
+        return read
+
+    def precision_record(self, done: calibrate.Quantisation | None) -> dict[str, Any]:
+        """What the manifest says of the precision."""
+        if done is None:
+            self.report.precision = self.precision
+            return {"name": self.precision, "simulated": False}
+        chosen = [FORMATS[name] for name in done.formats.values()]
+        is_simulated = self.target.name == "cpu" and any(layer.is_simulated_on_cpu for layer in chosen)
+        self.report.precision, self.report.simulated = done.recipe.name, is_simulated
+        return {
+            "name": done.recipe.name,
+            "simulated": is_simulated,
+            **done.summary(),
+            "calibration": self.provenance,
+            "threshold": None,
+        }
+
+    def prove(self, done: calibrate.Quantisation | None) -> dict[str, Any]:
+        """Parity with torch, and what quantisation costs; returns accuracy.json. Raises ParityError, AccuracyError."""
+        c, parameters = self.capabilities, self.source.parameters if done is None else done.parameters
+
+        def load() -> Denoiser:
+            denoiser = families.load(parameters, c)
+            if done is not None:
+                calibrate.simulate(denoiser, done)
+            return denoiser
+
+        kind = self.precision if done is None else "quantised"
+        with self.stage("check parity", 2 * check_units(self.presets)):
+            self.report.parity = check(self.folder, c, load, self.presets, kind, progress=self.progress)
+        if self.report.parity.misses:
+            raise ParityError(f"{self.output}: not written, it differs from PyTorch: {self.report.parity.summary}")
+        proof: dict[str, Any] = {"parity": self.report.parity.as_dict()}
+        return proof if done is None else proof | self.judge(done)
+
+    def judge(self, done: calibrate.Quantisation) -> dict[str, Any]:
+        """What quantisation costs, and the threshold that makes up for it. Raises AccuracyError."""
+        assert self.data is not None
+        judging = self.data.judging[: self.options.judged]
+        fitting = self.data.calibration[: FITTED * self.options.judged]
+        seed = self.options.calibration.seed
+        with dlm_runtime.open(self.folder, check_hashes=False) as bundle:
+            with self.stage("judge", accuracy.judge_units(judging)):
+                policy = self.source.presets[self.preset]
+                judgement = accuracy.judge_source(
+                    self.source, bundle, judging, done.recipe.name, policy, seed, self.progress.advance
+                )
+            with self.stage("fit threshold", accuracy.fit_units(fitting)):
+                fitted = accuracy.fit_threshold(self.source, bundle, fitting, self.preset, self.progress.advance)
+        with self.stage("sweep layers", len(done.formats)):
+            layers = accuracy.layer_losses(
+                families.load(done.parameters, self.capabilities),
+                done,
+                self.states or self.make_states(),
+                self.progress.advance,
+            )
+        judgement = replace(judgement, layers=layers, threshold=fitted.as_dict()).with_budgets(self.options.budgets)
+        accuracy.check_budgets(judgement, f"{self.output}: not written")
+        self.report.judgement, self.report.threshold = judgement, fitted
+        if fitted.reached:
+            changed = self.presets[self.preset].with_fields({"threshold": fitted.refitted.threshold})
+            self.manifest["presets"][self.preset] = changed.as_dict()
+        self.manifest["precision"]["threshold"] = fitted.as_dict()
+        return {
+            "judgement": judgement.as_dict(),
+            "calibration": accuracy.statistics(done, self.provenance),
+            "auto": [point.as_dict() for point in self.report.curve],
+        }
 
 
 PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
@@ -158,8 +393,8 @@ def check_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
 
 def check(
     folder: Path,
-    checkpoint: Checkpoint,
     capabilities: Capabilities,
+    load: Callable[[], Denoiser],
     presets: dict[str, Policy],
     precision: str,
     *,
@@ -169,9 +404,10 @@ def check(
     threads: int = 0,
     progress: Progress | None = None,
 ) -> verify.Parity:
-    """Compare a bundle with its checkpoint in torch; random prompts where none are given.
+    """Compare a bundle with a denoiser in torch; random prompts where none are given.
 
-    torch is done before the bundle is opened, so that only one of them holds weights. Raises DlmError.
+    ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them holds weights.
+    Raises DlmError.
     """
     progress = progress or Silent()
     if prompts is None:
@@ -184,12 +420,21 @@ def check(
             f"a prompt of {longest} tokens leaves room for {room} on the canvas of {capabilities.max_canvas_length}, "
             f"not for {max_new_tokens}"
         )
-    denoiser = families.load(families.Weights(checkpoint, capabilities), capabilities)
+    denoiser = load()
     cases = verify.make_cases(presets, prompts, max_new_tokens)
     expected = verify.expect(denoiser, prompts, cases, seed, progress.advance)
     del denoiser
     with dlm_runtime.open(folder, threads=threads, check_hashes=False) as opened:
         return verify.compare(opened, expected, precision, progress.advance)
+
+
+def stored_recipe(source: Source) -> Recipe:
+    """The formats that a pre-quantised checkpoint came in. Raises CheckpointError if it is not one."""
+    quantised = source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
+    if not quantised:
+        raise CheckpointError(f"{source.path}: not a pre-quantised checkpoint; choose a precision to quantise it to")
+    layers = tuple((name.removesuffix(".weight"), STORED_FORMATS[algorithm]) for name, algorithm in quantised.items())
+    return Recipe(STORED, layers)
 
 
 def check_same_denoiser(folder: Path, manifest: dict[str, Any], capabilities: Capabilities) -> None:
@@ -208,3 +453,11 @@ def _check_memory(parameters: int) -> None:
             f"the parity check holds the denoiser in fp32, {needed:,} bytes, and {available:,} are available. "
             "Pass --no-verify, and run `dlm-export verify` on a larger machine."
         )
+
+
+def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray:
+    """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
+    array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
+    if part.layer == "embed":
+        array = array.T if part.part == "codes" else array[:, None]
+    return np.ascontiguousarray(array) if array.ndim else array

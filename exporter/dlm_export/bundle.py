@@ -23,7 +23,6 @@ from dlm_runtime.policy import Policy
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-CACHE_DTYPES = {"fp32": "float32", "fp16": "float16"}
 
 
 class OutputError(DlmError):
@@ -33,7 +32,8 @@ class OutputError(DlmError):
 def make_manifest(
     capabilities: Capabilities,
     *,
-    precision: str,
+    precision: dict[str, Any],
+    cache_dtype: str,
     target: str,
     graph: dict[str, Any],
     presets: dict[str, Policy],
@@ -61,10 +61,14 @@ def make_manifest(
             "attention": c.attention,
             "noise": c.noise,
             "shift": c.shift,
+            "rope_theta": c.rope_theta,
+            "norm_eps": c.norm_eps,
+            "qkv_bias": c.qkv_bias,
+            "tied_head": c.tied_head,
         },
         "tokens": {"mask": c.mask_token_id, "eos": list(c.eos_token_ids), "pad": c.pad_token_id},
-        "graph": graph | {"cache_dtype": CACHE_DTYPES[precision]},
-        "precision": {"name": precision},
+        "graph": graph | {"cache_dtype": cache_dtype},
+        "precision": precision,
         "target": target,
         "presets": {name: policy.as_dict() for name, policy in presets.items()},
         "default_preset": default_preset,

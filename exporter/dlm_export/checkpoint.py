@@ -7,6 +7,7 @@ tensor and not its sum.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import reprlib
@@ -24,6 +25,8 @@ from dlm_runtime.errors import DlmError
 CONFIG_LIMIT_BYTES = 64 << 20  # tokenizer_config.json with a large added vocabulary stays under 2 MiB
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names -> bytes
+QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # read only where the checkpoint says what they mean
+QUANTISATION_FILE = "hf_quant_config.json"
 
 
 class CheckpointError(DlmError):
@@ -96,15 +99,132 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
+FORMATS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4"}
+"""The modelopt algorithms that are read -> how their weights are stored; the others scale, pack or split them differently."""
+MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
+_NVFP4_GROUP_SIZE = 16
+
+
+@dataclass(frozen=True)
+class PreQuantised:
+    """What a quantised checkpoint says of itself: modelopt's unified export, as its ``hf_quant_config.json`` has it.
+
+    ``excluded`` holds patterns of modules that kept full precision. ``layers`` is empty unless ``algorithm`` is
+    ``MIXED_PRECISION``: module -> algorithm. ``kv_cache`` names the format that keys and values were calibrated for.
+    """
+
+    path: Path
+    algorithm: str
+    producer: str
+    kv_cache: str | None
+    excluded: tuple[str, ...]
+    layers: dict[str, str]
+
+    def algorithm_of(self, module: str) -> str | None:
+        """How a module's weight is quantised; None where it, or a module around it, is left out."""
+        if self.algorithm == MIXED:
+            return self.layers.get(module)
+        parts = module.split(".")
+        around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        is_excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.excluded for name in around)
+        return None if is_excluded else self.algorithm
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, as ``inspect --json`` shows them."""
+        return {"algorithm": self.algorithm, "producer": self.producer, "kv_cache": self.kv_cache}
+
+    def __str__(self) -> str:
+        algorithms = sorted(set(self.layers.values()))
+        return f"{' and '.join(algorithms) or self.algorithm} ({self.producer})"
+
+
+def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
+    """How a checkpoint is quantised, from hf_quant_config.json or config.json's quantization_config; None where it is not.
+
+    Raises CheckpointError for what is not modelopt's, and for algorithms that are not read.
+    """
+    embedded = config.values.get("quantization_config")
+    if embedded is not None and not isinstance(embedded, dict):
+        raise CheckpointError(f"{config.path}: quantization_config must be an object, found {type(embedded).__name__}")
+    if embedded is not None and embedded.get("quant_method") != "modelopt":
+        raise CheckpointError(
+            f"{config.path}: quantised by {reprlib.repr(embedded.get('quant_method'))}, which is not read; only modelopt's "
+            f"{', '.join(FORMATS)} are. Use the checkpoint that is not quantised."
+        )
+    path = folder / QUANTISATION_FILE
+    if path.is_file():
+        found = read_json(path)
+        values = found.get("quantization")
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: quantization must be an object, found {type(values).__name__}")
+        kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
+    elif embedded is not None:
+        path, found, values = config.path, embedded, embedded
+        # The other spelling of the same: FP8 is written as its element type.
+        scheme = embedded.get("kv_cache_scheme")
+        kv_cache, excluded = "FP8" if isinstance(scheme, dict) else scheme, embedded.get("ignore")
+    else:
+        return None
+    algorithm = values.get("quant_algo")
+    if embedded is not None and embedded.get("quant_algo", algorithm) != algorithm:
+        raise CheckpointError(
+            f"{path}: quant_algo is {reprlib.repr(algorithm)}, but {config.path.name} says "
+            f"{reprlib.repr(embedded.get('quant_algo'))}. Copy the checkpoint again."
+        )
+    if algorithm is None:  # modelopt writes the file for a quantised cache alone as well
+        return None
+    layers: dict[str, str] = {}
+    if algorithm == MIXED:
+        each = values.get("quantized_layers")
+        if not isinstance(each, dict) or not each or not all(isinstance(layer, dict) for layer in each.values()):
+            raise CheckpointError(f"{path}: {MIXED} needs quantized_layers, an object with an object for each layer")
+        for module, layer in each.items():
+            layers[module] = _known_algorithm(path, layer, f" of {reprlib.repr(module)}")
+    else:
+        algorithm = _known_algorithm(path, values, "")
+    excluded = [] if excluded is None else excluded
+    if not isinstance(excluded, list) or not all(isinstance(pattern, str) for pattern in excluded):
+        raise CheckpointError(f"{path}: the modules that are left out must be a list of names")
+    return PreQuantised(path, algorithm, _producer(found), _text(kv_cache), tuple(excluded), layers)
+
+
+def _known_algorithm(path: Path, values: dict[str, Any], where: str) -> str:
+    algorithm = values.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in FORMATS:
+        raise CheckpointError(
+            f"{path}: quant_algo{where} is {reprlib.repr(algorithm)}, which is not read; {', '.join(FORMATS)} are. "
+            "Use the checkpoint that is not quantised."
+        )
+    group_size = values.get("group_size")
+    if FORMATS[algorithm] == "nvfp4" and group_size not in (None, _NVFP4_GROUP_SIZE):
+        raise CheckpointError(
+            f"{path}: group_size{where} is {reprlib.repr(group_size)}; {algorithm} has groups of {_NVFP4_GROUP_SIZE}"
+        )
+    return algorithm
+
+
+def _producer(values: dict[str, Any]) -> str:
+    producer = values.get("producer")
+    name, version = (producer.get("name"), producer.get("version")) if isinstance(producer, dict) else (None, None)
+    return " ".join(text for text in (_text(name), _text(version)) if text) or "unknown producer"
+
+
+def _text(value: object) -> str | None:
+    """A short name out of the file, fit to print."""
+    return value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
+
+
 class Checkpoint:
-    """An opened checkpoint: ``config``, and ``tensors`` by their released names."""
+    """An opened checkpoint: ``config``, ``tensors`` by their released names, ``quantisation`` or None."""
 
     def __init__(self, path: str | Path) -> None:
-        """Read config.json and every safetensors header. Raises CheckpointError."""
+        """Read config.json, hf_quant_config.json and every safetensors header. Raises CheckpointError."""
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: not a folder. Give the folder that holds config.json and *.safetensors.")
         self.config = Config(self.path / "config.json", read_json(self.path / "config.json"))
+        self.quantisation = read_quantisation(self.path, self.config)
+        self.dtypes = WEIGHT_DTYPES if self.quantisation is None else WEIGHT_DTYPES | QUANTISED_DTYPES
         self.tensors: dict[str, TensorInfo] = {}
         index = self._index()
         for file in self._files(index):
@@ -115,7 +235,7 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return sum(math.prod(info.shape) * WEIGHT_DTYPES[info.dtype] for info in self.tensors.values())
+        return sum(math.prod(info.shape) * self.dtypes[info.dtype] for info in self.tensors.values())
 
     def optional_json(self, name: str) -> dict[str, Any]:
         """A JSON file beside config.json, or an empty object where there is none."""
@@ -164,10 +284,15 @@ class Checkpoint:
                     piece = file.get_slice(name)
                     if name in self.tensors:
                         raise CheckpointError(f"{path}: {name} is in {self.tensors[name].file.name} as well")
-                    if piece.get_dtype() not in WEIGHT_DTYPES:
+                    if piece.get_dtype() not in self.dtypes:
+                        hint = (
+                            f" Quantised weights are read where {QUANTISATION_FILE} is beside them."
+                            if piece.get_dtype() in QUANTISED_DTYPES
+                            else ""
+                        )
                         raise CheckpointError(
-                            f"{path}: {name} is stored as {piece.get_dtype()}; only {', '.join(WEIGHT_DTYPES)} weights are "
-                            "read. Use the checkpoint that is not quantised."
+                            f"{path}: {name} is stored as {piece.get_dtype()}; only {', '.join(self.dtypes)} weights are "
+                            f"read.{hint} Use the checkpoint that is not quantised."
                         )
                     self.tensors[name] = TensorInfo(path, piece.get_dtype(), tuple(piece.get_shape()))
         except SafetensorError as err:

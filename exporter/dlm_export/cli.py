@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from dlm_export.printing import Bars, format_bytes, print_build, print_json, print_judgement, print_parity, print_table
 from dlm_runtime.errors import DlmError, RequestError
 
 if TYPE_CHECKING:
-    from dlm_export.build import BuildReport
+    from dlm_export.build import QuantiseOptions
     from dlm_export.denoiser import Capabilities
     from dlm_export.families.base import Overrides
-    from dlm_export.verify import Parity
+    from dlm_export.judge import Budgets
+    from dlm_export.sources import Source
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 CHECKPOINT = click.Path(path_type=Path)
@@ -51,64 +54,6 @@ class _Group(click.Group):
 @click.version_option(package_name="dlm-export")
 def main() -> None:
     """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof of parity."""
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1, ensure_ascii=False))
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        is_number = i > 0 and all(row[i][:1].isdigit() for row in rows)
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    # Piped output keeps whole lines: a log is wider than a terminal.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-class _Bars:
-    """Progress as one rich bar a stage, on stderr; nothing where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (
-            TextColumn("{task.description:16}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>4.0f}%"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-        self._task: Any = None
-
-    def __enter__(self) -> _Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, stage: str, total: int) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, completed=self._progress.tasks[self._task].total)
-        self._task = self._progress.add_task(stage, total=total)
-
-    def advance(self, units: int = 1) -> None:
-        self._progress.advance(self._task, units)
 
 
 def _overrides(mask_token_id: int | None, max_canvas_length: int | None) -> Overrides:
@@ -145,16 +90,18 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
 
     opened = Checkpoint(checkpoint)
     capabilities = families.read_capabilities(opened, _overrides(mask_token_id, max_canvas_length))
-    families.Weights(opened, capabilities)  # names what is missing, extra or wrongly shaped
+    weights = families.Weights(opened, capabilities)  # names what is missing, extra or wrongly shaped
     text = tokenizer.read(opened, capabilities)
     kinds = {"tokenizer": text.tokenizer is not None, "chat_template": text.chat_template is not None}
     memory = {name: _memory(capabilities, dtype.itemsize) for name, dtype in PRECISIONS.items()}
     if as_json:
-        _print_json(
+        print_json(
             {
                 "checkpoint": str(checkpoint),
                 "parameters": capabilities.parameter_count(),
                 "stored_bytes": opened.weight_bytes,
+                "quantisation": None if opened.quantisation is None else opened.quantisation.as_dict(),
+                "notes": weights.notes,
                 "capabilities": capabilities.as_dict(),
                 "memory": memory,
                 **kinds,
@@ -164,12 +111,17 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
     dtypes = ", ".join(sorted({info.dtype for info in opened.tensors.values()}))
     click.echo(f"{checkpoint}: {capabilities.family} ({families.FAMILIES[capabilities.family].description})")
     click.echo(f"{capabilities.parameter_count():,} parameters in {len(opened.tensors)} tensors of {dtypes}")
+    if opened.quantisation is not None:
+        click.echo(f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales")
+    for note in weights.notes:
+        click.echo(f"Note: {note}", err=True)
     click.echo(", ".join(f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in kinds.items()))
-    _table("Capabilities", ["", ""], [[name, str(value)] for name, value in capabilities.as_dict().items()])
+    print_table("Capabilities", ["", ""], [[name, str(value)] for name, value in capabilities.as_dict().items()])
     rows = [
-        [n, _bytes(m["weights_bytes"]), _bytes(m["cache_bytes_per_token"]), _bytes(m["cache_bytes"])] for n, m in memory.items()
+        [n, format_bytes(m["weights_bytes"]), format_bytes(m["cache_bytes_per_token"]), format_bytes(m["cache_bytes"])]
+        for n, m in memory.items()
     ]
-    _table("Memory", ["precision", "weights", "keys and values a token", "for the longest canvas"], rows)
+    print_table("Memory", ["precision", "weights", "keys and values a token", "for the longest canvas"], rows)
 
 
 def _memory(c: Capabilities, element_bytes: int) -> dict[str, int]:
@@ -181,123 +133,252 @@ def _memory(c: Capabilities, element_bytes: int) -> dict[str, int]:
     }
 
 
-@main.command(context_settings=CONTEXT)
-@click.argument("checkpoint", type=CHECKPOINT)
-@click.option("-o", "--output", required=True, type=CHECKPOINT, help="Folder of the bundle to write.")
-@click.option("--target", default="cpu", show_default=True, help="Device to build for; `dlm-export targets` lists them.")
-@click.option("--precision", default="fp32", show_default=True, help="Of weights and activations: fp32 or fp16.")
-@click.option("--force", is_flag=True, help="Replace the bundle that is there.")
-@click.option("--no-verify", is_flag=True, help="Skip the parity check, which holds the denoiser in fp32.")
-@_mask_option
-@_canvas_option
-@_json_option
-def build(
-    checkpoint: Path,
-    output: Path,
-    target: str,
-    precision: str,
-    force: bool,
-    no_verify: bool,
-    mask_token_id: int | None,
-    max_canvas_length: int | None,
-    as_json: bool,
-) -> None:
-    """Build a bundle from a checkpoint folder, and check it against PyTorch.
+_CALIB_OPTIONS = (
+    click.option("--calib", type=CHECKPOINT, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
+)
+_HELD_OUT_OPTIONS = (click.option("--data", type=CHECKPOINT, help="JSONL or text to judge by.  [default: the source's]"),)
+_DATA_OPTIONS = (
+    click.option("--judged", type=click.IntRange(1, 100000), default=32, show_default=True, help="Samples to judge by."),
+    click.option("--calib-preset", help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]"),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of masks, states and intervals."),
+)
+_BUDGET_OPTIONS = (
+    click.option("--max-ce-increase", type=click.FloatRange(0), help="Budget: masked cross-entropy's increase, 0.01 is 1%."),
+    click.option("--min-top1", type=click.FloatRange(0, 1), help="Budget: share of masked positions with the same best token."),
+    click.option("--max-nfe-ratio", type=click.FloatRange(0), help="Budget: passes over the full-precision denoiser's."),
+    click.option("--min-task", type=click.FloatRange(0, 1), help="Budget: share of answers right, where the data has answers."),
+)
+_RECIPE_OPTIONS = (
+    click.option("--calib-samples", type=click.IntRange(1, 100000), default=128, show_default=True, help="Prompts to run."),
+    click.option("--calib-states", type=click.IntRange(1, 1000), default=8, show_default=True, help="Canvases a prompt."),
+    click.option(
+        "--calib-source", type=click.Choice(["denoising", "text"]), default="denoising", show_default=True, help="Of states."
+    ),
+    click.option(
+        "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", show_default=True, help="Finds ranges."
+    ),
+    click.option("--observer", help="max, percentile, mse or entropy: range of static activations.  [default: the recipe's]"),
+    click.option("--solver", help="nearest, awq or gptq: rounding of weights.  [default: the recipe's]"),
+    click.option("--smoothing", type=click.FloatRange(0, 1), help="SmoothQuant's alpha, folded into norms."),
+    click.option("--rotate-down/--no-rotate-down", default=None, help="Hadamard rotation of the input of mlp.down."),
+    click.option("--embedding", help="int8 or fp8: the embedding table on disk."),
+    click.option(
+        "--auto-formats", help="With --precision auto: formats to choose among, with commas.  [default: the target's]"
+    ),
+)
 
-    Example: dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo
-    """
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _options(*groups: tuple[Any, ...]) -> Callable[[_Command], _Command]:
+    def decorate(command: _Command) -> _Command:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
+    """The options of ``_DATA_OPTIONS``, ``_BUDGET_OPTIONS`` and ``_RECIPE_OPTIONS`` as ``build`` takes them."""
+    from dlm_export.auto import AutoOptions
+    from dlm_export.build import QuantiseOptions
+    from dlm_export.samples import CalibrationOptions
+
+    changes = {name: values[name] for name in ("observer", "solver", "smoothing", "rotate_down", "embedding")}
+    formats = tuple(part.strip() for part in (values["auto_formats"] or "").split(",") if part.strip())
+    return QuantiseOptions(
+        calibration=CalibrationOptions(
+            data=values["calib"],
+            samples=values["calib_samples"],
+            states_per_sample=values["calib_states"],
+            source=values["calib_source"],
+            seed=values["seed"],
+            preset=values["calib_preset"],
+        ),
+        budgets=_budgets(values),
+        judged=values["judged"],
+        recipe_changes={name: value for name, value in changes.items() if value is not None},
+        calibrator=values["calibrator"],
+        auto=AutoOptions(formats=formats or None),
+    )
+
+
+def _budgets(values: dict[str, Any]) -> Budgets:
+    from dlm_export.judge import Budgets
+
+    return Budgets(**{name: values[name] for name in ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")})
+
+
+def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
+    """What ``build`` and ``quantize`` do."""
     from dlm_export import targets
 
-    targets.find(target, precision)  # before torch is imported
+    targets.find(values["target"]).recipe(values["precision"])  # before torch is imported
     from dlm_export import build as builder
 
-    with _Bars() as bars:
+    with Bars() as bars:
         report = builder.build(
-            checkpoint,
+            source,
             output,
-            target=target,
-            precision=precision,
-            force=force,
-            overrides=_overrides(mask_token_id, max_canvas_length),
-            check_parity=not no_verify,
+            target=values["target"],
+            precision=values["precision"],
+            force=values["force"],
+            overrides=_overrides(values["mask_token_id"], values["max_canvas_length"]),
+            check_parity=not values["no_verify"],
+            options=_quantise_options(values),
             progress=bars,
         )
-    if as_json:
-        _print_json(report.as_dict())
+    if values["as_json"]:
+        print_json(report.as_dict())
         return
-    _print_build(report)
+    print_build(report)
 
 
-def _print_build(report: BuildReport) -> None:
-    _table("Stages", ["", "seconds"], [[name, f"{seconds:.2f}"] for name, seconds in report.stages_s.items()])
-    _table(f"Wrote {report.output}", ["", "size"], [[name, _bytes(size)] for name, size in report.files_bytes.items()])
-    if report.parity is None:
-        click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
-    else:
-        worst = max(row.relative for row in report.parity.graph)
-        equal = sum(row.canvases_equal for row in report.parity.loop)
-        total = sum(row.canvases for row in report.parity.loop)
-        click.echo(f"Parity with PyTorch: logits within {worst:.1e} of their range, {equal} of {total} canvases equal")
+_OUTPUT_OPTIONS = (
+    click.option("-o", "--output", required=True, type=CHECKPOINT, help="Folder of the bundle to write."),
+    click.option("--target", default="cpu", show_default=True, help="Device to build for; `dlm-export targets` lists them."),
+    click.option("--force", is_flag=True, help="Replace the bundle that is there."),
+    click.option("--no-verify", is_flag=True, help="Skip parity and judging, which hold the denoiser in fp32."),
+)
+_PRECISION_HELP = "fp32, fp16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("checkpoint", type=CHECKPOINT)
+@_options(_OUTPUT_OPTIONS)
+@click.option("--precision", default="fp32", show_default=True, help=_PRECISION_HELP)
+@_options((_mask_option, _canvas_option), _CALIB_OPTIONS, _DATA_OPTIONS, _RECIPE_OPTIONS, _BUDGET_OPTIONS, (_json_option,))
+def build(checkpoint: Path, output: Path, **values: Any) -> None:
+    """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what quantisation costs.
+
+    Exit 3 when parity or a budget is missed; no bundle is written then.
+
+    Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o build/demo-int8
+    """
+    _build(checkpoint, output, values)
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("source", type=CHECKPOINT)
+@_options(_OUTPUT_OPTIONS)
+@click.option("--precision", default="int8", show_default=True, help=_PRECISION_HELP)
+@_options(_CALIB_OPTIONS, _DATA_OPTIONS, _RECIPE_OPTIONS, _BUDGET_OPTIONS, (_json_option,))
+def quantize(source: Path, output: Path, **values: Any) -> None:
+    """Quantise a full-precision bundle, or a checkpoint, into a new bundle.
+
+    Example: dlm-export quantize build/demo --precision int4 -o build/demo-int4
+    """
+    _build(source, output, values | {"mask_token_id": None, "max_canvas_length": None})
 
 
 @main.command(context_settings=CONTEXT)
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--checkpoint", required=True, type=CHECKPOINT, help="Folder of the checkpoint that the bundle was built from.")
+@click.option(
+    "--checkpoint", required=True, type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from."
+)
 @click.option("--prompts", type=CHECKPOINT, help="Text file, a prompt a line, instead of random token ids.")
 @click.option("--count", type=click.IntRange(1, 1000), default=4, show_default=True, help="Prompts to compare.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Mask tokens a canvas.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of random prompts and masks.")
+@_options(_HELD_OUT_OPTIONS, _DATA_OPTIONS, _BUDGET_OPTIONS)
+@click.option("--report", type=CHECKPOINT, help="Folder for accuracy.json and report.html of a quantised bundle.")
 @_threads_option
 @_json_option
-def verify(
-    bundle: Path,
-    checkpoint: Path,
-    prompts: Path | None,
-    count: int,
-    max_new_tokens: int,
-    seed: int,
-    threads: int,
-    as_json: bool,
-) -> None:
-    """Compare a bundle with its checkpoint in PyTorch: logits a mask-ratio bucket, whole canvases token by token.
+def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
+    """Compare a bundle with what it was built from, in PyTorch.
 
-    Exit 3 when they differ by more than the precision's tolerance.
+    A bundle in fp32 or fp16: logits a mask-ratio bucket, whole canvases token by token. A quantised one: what it costs, on
+    samples of --data. Exit 3 when a tolerance or a budget is missed.
 
-    Example: dlm-export verify build/demo --checkpoint examples/demo-denoiser
+    Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase 0.01
     """
     import dlm_runtime
     from dlm_export import build as builder
-    from dlm_export import families
-    from dlm_export.checkpoint import Checkpoint
+    from dlm_export import families, graph
+    from dlm_export.sources import open_source
     from dlm_export.verify import random_prompts
 
-    read = Checkpoint(checkpoint)
     with dlm_runtime.open(bundle) as opened:
         manifest = opened.manifest
+        overrides = _overrides(opened.mask_token_id, opened.max_canvas_length)
+        source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
+        builder.check_same_denoiser(bundle, manifest, source.capabilities)
+        if manifest["precision"]["name"] not in graph.PRECISIONS:
+            _verify_quantised(bundle, source, values)
+            return
         presets = {name: opened.policy(name) for name in manifest["presets"]}
-        capabilities = families.read_capabilities(read, _overrides(opened.mask_token_id, opened.max_canvas_length))
-        builder.check_same_denoiser(bundle, manifest, capabilities)
-        chosen = random_prompts(capabilities, count, seed) if prompts is None else _read_prompts(prompts, opened, count)
-    with _Bars() as bars:
+        count, prompts = values["count"], values["prompts"]
+        chosen = (
+            random_prompts(source.capabilities, count, values["seed"])
+            if prompts is None
+            else _read_prompts(prompts, opened, count)
+        )
+    with Bars() as bars:
         bars.start("check parity", 2 * builder.check_units(presets, len(chosen)))
         parity = builder.check(
             bundle,
-            read,
-            capabilities,
+            source.capabilities,
+            lambda: families.load(source.parameters, source.capabilities),
             presets,
             manifest["precision"]["name"],
             prompts=chosen,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            threads=threads,
+            max_new_tokens=values["max_new_tokens"],
+            seed=values["seed"],
+            threads=values["threads"],
             progress=bars,
         )
-    if as_json:
-        _print_json(parity.as_dict())
+    if values["as_json"]:
+        print_json(parity.as_dict())
     else:
-        _print_parity(parity)
+        print_parity(parity)
     if parity.misses:
         raise builder.ParityError(f"{bundle}: {parity.summary}")
+
+
+def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
+    from dlm_export import accuracy
+    from dlm_export.samples import CalibrationOptions
+
+    data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
+    with Bars() as bars:
+        judgement = accuracy.judge_bundle(
+            bundle, source, data, values["judged"], _budgets(values), threads=values["threads"], progress=bars
+        )
+    if values["report"] is not None:
+        for path in accuracy.write_files(values["report"], bundle, judgement):
+            click.echo(f"{path} {format_bytes(path.stat().st_size)}", err=True)
+    if values["as_json"]:
+        print_json(judgement.as_dict())
+    else:
+        print_judgement(judgement)
+    accuracy.check_budgets(judgement, str(bundle))
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("reference", type=CHECKPOINT)
+@click.argument("candidate", type=CHECKPOINT)
+@_options(_HELD_OUT_OPTIONS, _DATA_OPTIONS, _BUDGET_OPTIONS)
+@_threads_option
+@_json_option
+def compare(reference: Path, candidate: Path, **values: Any) -> None:
+    """Judge one bundle by another: what is lost from REFERENCE to CANDIDATE, both through the native runtime.
+
+    Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
+    """
+    from dlm_export import accuracy
+    from dlm_export.samples import CalibrationOptions
+
+    data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
+    with Bars() as bars:
+        judgement = accuracy.compare_bundles(
+            reference, candidate, data, values["judged"], _budgets(values), threads=values["threads"], progress=bars
+        )
+    if values["as_json"]:
+        print_json(judgement.as_dict())
+    else:
+        print_judgement(judgement)
+    accuracy.check_budgets(judgement, str(candidate))
 
 
 def _read_prompts(path: Path, bundle: Any, count: int) -> list[list[int]]:
@@ -310,29 +391,6 @@ def _read_prompts(path: Path, bundle: Any, count: int) -> list[list[int]]:
     if not lines:
         raise RequestError(f"{path}: holds no prompt")
     return [bundle.tokenizer.encode(line) for line in lines[:count]]
-
-
-def _print_parity(parity: Parity) -> None:
-    rows = [
-        [
-            f"{row.mask_ratio:.2f}",
-            f"{row.worst_difference:.2e}",
-            f"{row.relative:.1e}",
-            f"{row.argmax_equal}/{row.rows}",
-            str(row.argmax_ties),
-        ]
-        for row in parity.graph
-    ]
-    _table("Graph against PyTorch", ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"], rows)
-    rows = [
-        [row.name, f"{row.canvases_equal}/{row.canvases}", str(row.nfe), "yes" if row.nfe_equal else "no"]
-        for row in parity.loop
-    ]
-    _table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
-    limit = parity.tolerance.relative
-    share = f"{parity.tolerance.agreement:.0%} of canvases equal"
-    verdict = "FAILS" if parity.misses else "Holds"
-    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.0e} of their range, {share})")
 
 
 @main.command(context_settings=CONTEXT)
@@ -395,7 +453,7 @@ def run(
         else:
             result = opened.generate(**request)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "text": result.text,
                 "tokens": result.tokens,
@@ -438,16 +496,18 @@ def targets(as_json: bool) -> None:
 
     machine = this_machine()
     if as_json:
-        _print_json({"targets": [target.as_dict() for target in TARGETS.values()], "this_machine": machine})
+        print_json({"targets": [target.as_dict() for target in TARGETS.values()], "this_machine": machine})
         return
     rows = [[t.name, t.description, t.engine, ", ".join(t.precisions), t.note] for t in TARGETS.values()]
-    _table("Targets", ["target", "device", "engine", "precisions", "note"], rows)
+    print_table("Targets", ["target", "device", "engine", "precisions", "note"], rows)
     engine = (
         f"onnxruntime {machine['onnxruntime']} ({machine['onnxruntime_library']})"
         if machine["onnxruntime"]
         else "onnxruntime is not installed"
     )
-    click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {_bytes(machine['memory_bytes'])}, {engine}")
+    click.echo(
+        f"This machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}, {engine}"
+    )
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
+from dlm_calibration.formats import pack_nibbles
 from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
 
 OPSET = 23
@@ -162,11 +163,14 @@ def trace(capabilities: Capabilities, precision: str) -> Graph:
     model = program.model
     model.graph.name = "denoiser"
     model.producer_name, model.producer_version = "dlm-export", metadata.version("dlm-export")
+    model.graph.metadata_props.clear()  # torch's own, longer than the graph
     _name_layers(model)
     _simplify_reshapes(model)
     passes.CommonSubexpressionEliminationPass()(passes.IdentityEliminationPass()(model).model)
     passes.RemoveUnusedNodesPass()(model)
     _name_axes(model, c)
+    for value in model.graph.initializers.values():
+        value.const_value = None  # torch's meta tensor; ``write`` gives the real one
     return Graph(model, c, dtype)
 
 
@@ -230,8 +234,8 @@ def write(
 ) -> None:
     """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``, one tensor in memory at a time.
 
-    ``parameter(name, dtype)`` gives a parameter of ``Denoiser`` as a C-contiguous array; ``on_tensor(bytes)`` is called
-    after each one. Raises what ``parameter`` raises, and OSError when the disk is full.
+    ``parameter(name, dtype)`` gives an initialiser as a C-contiguous array, 4-bit ones an element a byte;
+    ``on_tensor(bytes)`` is called after each one. Raises what ``parameter`` raises, and OSError when the disk is full.
     """
     c, dtype = graph.capabilities, _NUMPY_DTYPES[graph.dtype]
     cos, sin = rotary_tables(c)
@@ -240,20 +244,24 @@ def write(
     buffers = {"cos": cos.numpy().astype(dtype), "sin": sin.numpy().astype(dtype), "mask_token_bias": mask_token_bias}
     with open(folder / DATA_FILE, "wb") as data:
         for name, value in graph.model.graph.initializers.items():
-            array = buffers[name] if name in buffers else parameter(name, dtype)
+            if value.const_value is not None:
+                continue  # a constant that the graph's file holds itself
+            assert value.dtype is not None
+            array = buffers[name] if name in buffers else parameter(name, value.dtype.numpy())
             expected = tuple(value.shape or ())
             assert array.shape == expected, (name, array.shape, expected)
+            payload = _packed(array) if value.dtype.bitwidth == 4 else array
             data.write(bytes(-data.tell() % DATA_ALIGNMENT))
             offset = data.tell()
-            data.write(array.data)
+            data.write(payload.view(np.uint8).data if payload.ndim else payload.tobytes())
             value.const_value = ir.ExternalTensor(
-                DATA_FILE,
-                offset,
-                array.nbytes,
-                ir.DataType.from_numpy(array.dtype),
-                shape=ir.Shape(array.shape),
-                name=name,
-                base_dir=folder,
+                DATA_FILE, offset, payload.nbytes, value.dtype, shape=ir.Shape(array.shape), name=name, base_dir=folder
             )
-            on_tensor(array.nbytes)
+            on_tensor(payload.nbytes)
     ir.save(graph.model, folder / GRAPH_FILE)
+
+
+def _packed(codes: np.ndarray) -> np.ndarray:
+    """4-bit codes, an element a byte, as ONNX stores them: two a byte in order of memory, the earlier in the low nibble."""
+    nibbles = codes.astype(np.int8).view(np.uint8).reshape(-1) & np.uint8(15)
+    return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)))

@@ -64,20 +64,20 @@ def random_score(seed: int, step: int, position: int) -> float:
     return (((high << 32 | low) >> 11) + 0.5) * 2.0**-53
 
 
-def choose(scores: Tensor, policy: Policy, count: int) -> Tensor:
-    """Which of the masked positions to commit: bool ``[M]`` for ``scores`` ``[M]`` in order of position.
+def choose(score: Tensor, policy: Policy, count: int) -> Tensor:
+    """Which of the masked positions to commit: bool ``[M]`` for scores ``[M]`` in order of position.
 
     ``count`` is what the schedule plans for this step (static, dynamic, timestep, sequential). At least one is chosen.
     """
-    scores = scores.double()
-    order = torch.sort(scores, descending=True, stable=True).indices
-    ranked = scores[order]
-    count = max(1, min(count, len(scores)))
+    score = score.double()
+    order = torch.sort(score, descending=True, stable=True).indices
+    ranked = score[order]
+    count = max(1, min(count, len(score)))
     above = ranked > policy.threshold if policy.compare == ">" else ranked >= policy.threshold
     if policy.commit in ("static", "timestep"):
         taken = count
     elif policy.commit == "sequential":
-        order, taken = torch.arange(len(scores)), count
+        order, taken = torch.arange(len(score)), count
     elif policy.commit == "threshold":
         taken = max(1, int(above.sum()))
     elif policy.commit == "dynamic":
@@ -92,9 +92,31 @@ def choose(scores: Tensor, policy: Policy, count: int) -> Tensor:
             taken += 1
     else:
         raise ValueError(f"unknown commit rule {policy.commit!r}")
-    chosen = torch.zeros(len(scores), dtype=torch.bool)
+    chosen = torch.zeros(len(score), dtype=torch.bool)
     chosen[order[:taken]] = True
     return chosen
+
+
+def _is_by_entropy(policy: Policy) -> bool:
+    return policy.commit == "entropy_bound" or policy.score == "entropy"
+
+
+def surest(policy: Policy) -> float:
+    """The score of a prediction without doubt."""
+    return 0.0 if _is_by_entropy(policy) else 1.0
+
+
+def scores(probs: Tensor, policy: Policy, passes: int, positions: Sequence[int]) -> Tensor:
+    """How sure the policy is of masked positions, float64 ``[M]``, from probabilities ``[M, V]``; higher is surer.
+
+    ``passes`` were made before this one; they and the positions key the random score.
+    """
+    if _is_by_entropy(policy):
+        return (probs * (probs + 1e-10).log()).sum(-1).double()
+    if policy.score == "random":
+        return torch.tensor([random_score(policy.seed, passes, position) for position in positions], dtype=torch.double)
+    best = probs.topk(2).values
+    return (best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]).double()
 
 
 class _Run:
@@ -139,18 +161,12 @@ class _Run:
         logits[:, c.mask_token_id] = -torch.inf
         probs = logits.softmax(-1)
         guess = logits.argmax(-1)
-        if policy.commit == "entropy_bound" or policy.score == "entropy":
-            scores = (probs * (probs + 1e-10).log()).sum(-1).double()
-        elif policy.score == "random":
-            scores = torch.tensor([random_score(policy.seed, self.nfe - 1, int(p)) for p in positions], dtype=torch.double)
-        else:
-            best = probs.topk(2).values
-            scores = (best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]).double()
+        score = scores(probs, policy, self.nfe - 1, positions.tolist())
         if forced:
-            scores[0] = 0.0 if policy.commit == "entropy_bound" or policy.score == "entropy" else 1.0
+            score[0] = surest(policy)
         if policy.commit == "timestep":
             planned = timestep_count(len(positions), step, steps, policy.timestep_eps)
-        chosen = choose(scores, policy, planned)
+        chosen = choose(score, policy, planned)
         self.canvas[positions[chosen]] = guess[chosen]
 
 

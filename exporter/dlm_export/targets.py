@@ -8,7 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dlm_calibration import recipes
+from dlm_calibration.recipes import FORMATS, HIGH, Recipe
 from dlm_runtime.errors import DlmError
+
+FULL_PRECISIONS = ("fp32", "fp16")
+AUTO = "auto"
+STORED = "stored"  # as a pre-quantised checkpoint holds its weights
 
 
 class TargetError(DlmError):
@@ -19,16 +25,46 @@ class TargetError(DlmError):
 
 @dataclass(frozen=True)
 class Target:
-    """A device profile. ``note`` says what a user of it should know."""
+    """A device profile. ``formats`` of quantised layers it takes, ``auto`` those that ``--precision auto`` tries.
+
+    ``note`` says what a user of it should know.
+    """
 
     name: str
     description: str
     engine: str
-    precisions: tuple[str, ...]
+    full_precisions: tuple[str, ...]
+    formats: tuple[str, ...]
+    auto: tuple[str, ...]
     note: str
 
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Everything that ``--precision`` takes for it, recipe files apart."""
+        fitting = [name for name, recipe in recipes.RECIPES.items() if not self._missing(recipe)]
+        return (*self.full_precisions, *fitting, AUTO, STORED)
+
+    def _missing(self, recipe: Recipe) -> list[str]:
+        return sorted({name for _, name in recipe.layers if name not in (HIGH, *self.formats)})
+
+    def recipe(self, precision: str) -> Recipe | None:
+        """The recipe behind a precision; None for fp32, fp16, auto and stored. Raises TargetError, RecipeError."""
+        if precision in (*self.full_precisions, AUTO, STORED):
+            return None
+        if precision not in recipes.RECIPES and not precision.endswith(".toml"):
+            raise TargetError(
+                f"target {self.name} does not run {precision!r}: one of {', '.join(self.precisions)}, or a recipe's .toml file"
+            )
+        recipe = recipes.find(precision)
+        if missing := self._missing(recipe):
+            raise TargetError(
+                f"target {self.name} does not run {', '.join(missing)}, which {precision} asks for: "
+                f"one of {', '.join(self.precisions)}"
+            )
+        return recipe
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"precisions": list(self.precisions)}
 
 
 TARGETS = {
@@ -36,19 +72,19 @@ TARGETS = {
         "cpu",
         "any x86-64 or aarch64 processor under Linux",
         "onnxruntime",
-        ("fp32", "fp16"),
-        "fp16 halves the file and the memory; ONNX Runtime computes it no faster than fp32 on most processors",
+        FULL_PRECISIONS,
+        tuple(name for name in FORMATS if name != HIGH),
+        ("int4-g32", "int8-dynamic"),
+        "int8 is the fastest; int4 and fp16 save disk and memory; fp8 and nvfp4 are simulated: exact values, fp32 speed",
     ),
 }
 
 
-def find(name: str, precision: str) -> Target:
-    """The target, if it runs ``precision``. Raises TargetError that lists the choices."""
+def find(name: str) -> Target:
+    """The target of this name. Raises TargetError that lists the choices."""
     target = TARGETS.get(name)
     if target is None:
         raise TargetError(f"unknown target {name!r}: one of {', '.join(TARGETS)}")
-    if precision not in target.precisions:
-        raise TargetError(f"target {name} does not run {precision!r}: one of {', '.join(target.precisions)}")
     return target
 
 

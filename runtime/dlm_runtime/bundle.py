@@ -176,21 +176,23 @@ class Bundle:
         request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self.policy(preset, **policy))
         return self._steps(request)
 
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Raw logits ``[L, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens stay masked.
+    def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
+        """Raw logits ``[R, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens stay masked.
 
-        Row ``i`` is the network's row ``i``: for a family with shift 1 it predicts position ``i + 1``.
+        ``rows`` picks the rows that pass the head, None all of them. Row ``i`` is the
+        network's row ``i``: for a family with shift 1 it predicts position ``i + 1``.
         """
         given = _token_ids(tokens)
         length = len(given)
-        out = np.empty((length, self.vocab_size), np.float32)
+        wanted = range(length) if rows is None else _token_ids(rows)
+        out = np.empty((len(wanted), self.vocab_size), np.float32)
         with self._session() as session:
             status = self._library.dlm_session_logits(
                 session,
                 (C.c_int32 * max(1, length))(*given),
                 length,
-                (C.c_int32 * max(1, length))(*range(length)),
-                length,
+                (C.c_int32 * max(1, len(wanted)))(*wanted),
+                len(wanted),
                 out.ctypes.data_as(_native.f32p),
                 out.size,
             )

@@ -66,6 +66,10 @@ class Tokenizer:
         """Ids of a prompt, with what the tokenizer itself puts around it."""
         return self._encode(text, True)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of text that stands behind a prompt: nothing put around it."""
+        return self._encode(text, False)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -86,7 +90,7 @@ class Tokenizer:
             )
         except Exception as err:  # a template is a program: it may divide by zero or fill the memory
             raise RequestError(f"chat: the bundle's template refuses these messages ({type(err).__name__}: {err})") from err
-        return self._encode(text, False)
+        return self.encode_plain(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""

@@ -10,10 +10,12 @@ import reprlib
 import numpy as np
 import torch
 
-from dlm_export.checkpoint import Checkpoint, CheckpointError
+from dlm_calibration.formats import NVFP4_GROUP_SIZE
+from dlm_export.checkpoint import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
 from dlm_export.denoiser import Capabilities, Denoiser
-from dlm_export.families import dream, llada
-from dlm_export.families.base import Family, Overrides
+from dlm_export.families import dream, llada, prequantised
+from dlm_export.families.base import Family, Overrides, Parameters
+from dlm_export.families.prequantised import Expected, StoredQuantised
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY)}
 _LISTED = 8  # names shown of each kind of tensor error
@@ -39,29 +41,43 @@ def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilit
 
 
 class Weights:
-    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a time."""
+    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a time.
+
+    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised. ``notes`` says in sentences
+    what the checkpoint holds and is not used as it stands.
+    """
 
     def __init__(self, checkpoint: Checkpoint, capabilities: Capabilities) -> None:
-        """Raises CheckpointError that names every missing, extra and wrongly shaped tensor."""
+        """Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor."""
         self.checkpoint = checkpoint
         self.shapes = capabilities.parameter_shapes()
         self.sources = FAMILIES[capabilities.family].layout.sources(capabilities)
         assert self.sources.keys() == self.shapes.keys(), self.sources.keys() ^ self.shapes.keys()
+        self.quantised: dict[str, str] = {}
+        for parameter, source in self.sources.items():
+            algorithm = prequantised.algorithm_of(checkpoint, source.tensor) if source.transpose else None
+            if algorithm is not None:
+                self.quantised[parameter] = algorithm
+        self.notes: list[str] = []
         self._check()
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """One parameter as a C-contiguous array of ``dtype``.
+        """One parameter as a C-contiguous array of ``dtype``; a quantised matrix as the values that its codes stand for.
 
         Raises CheckpointError if a weight is NaN or infinite, or leaves the range of ``dtype``.
         """
         source = self.sources[parameter]
-        tensor = self.checkpoint.tensor(source.tensor).to(torch.float32)
-        if not bool(tensor.isfinite().all()):
-            bad = int((~tensor.isfinite()).sum())
+        stored = self.stored(parameter)
+        if stored is not None:
+            array = stored.weight.dequantise()
+        else:
+            tensor = self.checkpoint.tensor(source.tensor).to(torch.float32)
+            array = np.ascontiguousarray((tensor.T if source.transpose else tensor).numpy(), dtype=np.float32)
+        if not np.isfinite(array).all():
+            bad = int((~np.isfinite(array)).sum())
             raise CheckpointError(
                 f"{self.checkpoint.tensors[source.tensor].file}: {source.tensor} holds {bad} NaN or infinite weights"
             )
-        array = np.ascontiguousarray((tensor.T if source.transpose else tensor).numpy(), dtype=np.float32)
         largest = float(np.finfo(dtype).max)
         if dtype != np.float32 and float(np.abs(array).max(initial=0.0)) > largest:
             raise CheckpointError(
@@ -70,28 +86,89 @@ class Weights:
             )
         return array.astype(dtype, copy=False)
 
-    def _check(self) -> None:
-        tensors = self.checkpoint.tensors
-        problems = []
-        missing = [source.tensor for source in self.sources.values() if source.tensor not in tensors]
-        used = {source.tensor for source in self.sources.values()}
-        extra = [name for name in tensors if name not in used and not name.endswith("rotary_emb.inv_freq")]
-        wrong = []
+    def stored(self, parameter: str) -> StoredQuantised | None:
+        """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None in full precision.
+
+        Raises CheckpointError for scales and codes that are no numbers.
+        """
+        algorithm = self.quantised.get(parameter)
+        if algorithm is None:
+            return None
+        return prequantised.read(self.checkpoint, self.sources[parameter].tensor, algorithm)
+
+    def _expected(self) -> dict[str, Expected]:
+        """Every tensor that the denoiser reads, by its released name."""
+        expected: dict[str, Expected] = {}
         for parameter, source in self.sources.items():
-            expected = self.shapes[parameter][::-1] if source.transpose else self.shapes[parameter]
-            found = tensors[source.tensor].shape if source.tensor in tensors else expected
-            if found != expected:
-                wrong.append(f"{source.tensor} is {list(found)}, expected {list(expected)}")
-        for kind, names in (("missing", missing), ("not known", extra), ("of the wrong shape", wrong)):
-            if names:
-                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-                problems.append(f"{len(names)} tensors {kind}: {', '.join(names[:_LISTED])}{more}")
+            shape = self.shapes[parameter]
+            if parameter in self.quantised:
+                inputs, outputs = shape
+                expected |= prequantised.expected_tensors(source.tensor, self.quantised[parameter], inputs, outputs)
+            else:
+                expected[source.tensor] = Expected(tuple(WEIGHT_DTYPES), (shape[::-1] if source.transpose else shape,))
+        return expected
+
+    def _check(self) -> None:
+        tensors, expected = self.checkpoint.tensors, self._expected()
+        missing = [name for name, wanted in expected.items() if wanted.is_required and name not in tensors]
+        cache = [name for name in tensors if name not in expected and name.endswith(prequantised.CACHE_SUFFIXES)]
+        extra = [
+            name for name in tensors if name not in expected and name not in cache and not name.endswith("rotary_emb.inv_freq")
+        ]
+        present = {name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors}
+        mistyped = [
+            f"{name} is {found.dtype}, expected {' or '.join(wanted.dtypes)}"
+            for name, (found, wanted) in present.items()
+            if found.dtype not in wanted.dtypes
+        ]
+        misshaped = [
+            f"{name} is {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in wanted.shapes)}"
+            for name, (found, wanted) in present.items()
+            if found.shape not in wanted.shapes and found.dtype in wanted.dtypes
+        ]
+        problems = [
+            f"{len(names)} tensors {kind}: {_some(names)}"
+            for kind, names in (
+                ("missing", missing),
+                ("not known", extra),
+                ("of the wrong type", mistyped),
+                ("of the wrong shape", misshaped),
+                ("that NVFP4's groups do not divide", self._undivided()),
+            )
+            if names
+        ]
         if problems:
             raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}")
+        self._note(cache)
+
+    def _undivided(self) -> list[str]:
+        """NVFP4 matrices whose inputs no whole number of groups covers."""
+        return [
+            f"{self.sources[parameter].tensor} has {self.shapes[parameter][0]} inputs"
+            for parameter, algorithm in self.quantised.items()
+            if FORMATS[algorithm] == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
+        ]
+
+    def _note(self, cache: list[str]) -> None:
+        said = self.checkpoint.quantisation
+        if cache:
+            kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
+            self.notes.append(
+                f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
+                f"{_some(cache)}"
+            )
+        kept = prequantised.not_excluded(self.checkpoint, (s.tensor for s in self.sources.values() if s.transpose))
+        if said is not None and kept:
+            self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
 
 
-def load(weights: Weights, capabilities: Capabilities, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """The checkpoint as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
+
+
+def load(weights: Parameters, capabilities: Capabilities, dtype: torch.dtype = torch.float32) -> Denoiser:
+    """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
     denoiser = Denoiser(capabilities).to(dtype)
     with torch.no_grad():
         for name, parameter in denoiser.named_parameters():
@@ -99,4 +176,4 @@ def load(weights: Weights, capabilities: Capabilities, dtype: torch.dtype = torc
     return denoiser.eval().requires_grad_(False)
 
 
-__all__ = ["FAMILIES", "Family", "Weights", "find", "load", "read_capabilities"]
+__all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "load", "read_capabilities"]

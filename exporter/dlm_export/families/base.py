@@ -5,9 +5,19 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from dlm_export.checkpoint import Checkpoint, CheckpointError
 from dlm_export.denoiser import Capabilities
+
+
+class Parameters(Protocol):
+    """A denoiser's parameters, one at a time."""
+
+    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+        """One parameter of ``Denoiser`` as a C-contiguous array. Raises CheckpointError."""
 
 
 @dataclass(frozen=True)

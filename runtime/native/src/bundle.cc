@@ -82,7 +82,7 @@ std::string listed(const json::Value& files, const json::Value& name) {
 Denoiser read_denoiser(const json::Value& root) {
   const json::Value& d = root.object("denoiser");
   d.refuse_unknown({"vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "mlp_size", "parameters",
-                    "max_canvas_length", "attention", "noise", "shift"});
+                    "max_canvas_length", "attention", "noise", "shift", "rope_theta", "norm_eps", "qkv_bias", "tied_head"});
   if (d.string("attention") != "full") d.at("attention").refuse("this runtime runs \"full\" attention only");
   if (d.string("noise") != "absorbing") d.at("noise").refuse("this runtime runs \"absorbing\" noise only");
   const json::Value& tokens = root.object("tokens");
@@ -114,11 +114,57 @@ Denoiser read_denoiser(const json::Value& root) {
   integer(d, "heads", 1, 4096);
   integer(d, "mlp_size", 1, 1 << 24);
   d.integer("parameters", 1, int64_t{1} << 50);
+  d.number("rope_theta", 1, 1e9), d.number("norm_eps", 0, 1);
+  d.boolean("qkv_bias"), d.boolean("tied_head");
   if (const json::Value& pad = tokens.at("pad"); !pad.is_null()) pad.integer(0, out.vocab_size - 1);
   graph.integer("opset", 1, 1000);
   for (const char* const key : {"inputs", "outputs"})
     for (const json::Value& name : graph.array(key)) name.string();
   return out;
+}
+
+constexpr int64_t kMany = 1 << 24;  // samples and states
+
+void check_threshold_point(const json::Value& point) {
+  point.refuse_unknown({"threshold", "quality", "nfe"});
+  point.number("threshold", 0, 1), point.number("quality", 0, 1), point.number("nfe", 0, static_cast<double>(kMany));
+}
+
+// How a quantised bundle's numbers were found. `simulated` alone is of use to the engine.
+void check_precision(const json::Value& precision) {
+  const auto given = [&](const char* key) -> const json::Value* {
+    const json::Value* found = precision.find(key);
+    return found == nullptr || found->is_null() ? nullptr : &precision.object(key);
+  };
+  precision.refuse_unknown({"name", "simulated", "recipe", "layers", "calibration", "threshold"});
+  precision.string("name"), precision.boolean("simulated");
+  if (precision.find("layers") != nullptr)
+    for (const json::Value& format : precision.object("layers").members()) format.string();
+  if (precision.find("recipe") != nullptr) {
+    const json::Value& recipe = precision.object("recipe");
+    recipe.refuse_unknown({"name", "layers", "observer", "solver", "smoothing", "rotate_down", "embedding"});
+    recipe.string("name"), recipe.string("observer"), recipe.string("solver"), recipe.boolean("rotate_down");
+    for (const json::Value& format : recipe.object("layers").members()) format.string();
+    if (recipe.find("smoothing") != nullptr) recipe.number("smoothing", 0, 1);
+    if (recipe.find("embedding") != nullptr) recipe.string("embedding");
+  }
+  if (const json::Value* const calibration = given("calibration")) {
+    calibration->refuse_unknown(
+        {"samples", "states", "sources", "data", "states_sha256", "seed", "preset", "calibrator"});
+    calibration->integer("samples", 0, kMany), calibration->integer("states", 0, kMany);
+    for (const json::Value& states : calibration->object("sources").members()) states.integer(0, kMany);
+    const json::Value& data = calibration->object("data");
+    data.refuse_unknown({"name", "samples", "sha256"});
+    data.string("name"), data.integer("samples", 0, kMany), data.string("sha256");
+    calibration->integer("seed", 0, INT64_MAX);
+    for (const char* const key : {"states_sha256", "preset", "calibrator"}) calibration->string(key);
+  }
+  if (const json::Value* const threshold = given("threshold")) {
+    threshold->refuse_unknown({"preset", "original", "reference", "refitted", "reached", "quality", "curve"});
+    threshold->string("preset"), threshold->string("quality"), threshold->boolean("reached");
+    for (const char* const key : {"original", "reference", "refitted"}) check_threshold_point(threshold->object(key));
+    for (const json::Value& point : threshold->array("curve")) check_threshold_point(point);
+  }
 }
 
 // What a bundle says of its origin, for people and for `dlm-export verify`.
@@ -127,9 +173,7 @@ void check_origin(const json::Value& root) {
   producer.refuse_unknown({"name", "version"});
   producer.string("name"), producer.string("version");
   root.string("family"), root.string("architecture"), root.string("target");
-  const json::Value& precision = root.object("precision");
-  precision.refuse_unknown({"name"});
-  precision.string("name");
+  check_precision(root.object("precision"));
 }
 
 dlm_policy read_preset(const json::Value& preset) {
@@ -199,7 +243,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   }
   const Denoiser& d = manifest.denoiser;
   manifest.graph = {folder + "/" + listed(files, root->object("graph").at("file")),
-                    d.vocab_size, d.layers, d.kv_heads, d.head_size, d.top_k, d.kv_element_bytes == 2};
+                    d.vocab_size, d.layers, d.kv_heads, d.head_size, d.top_k, d.kv_element_bytes == 2,
+                    root->object("precision").boolean("simulated")};
   check_files(files, folder, check_hashes);
   return manifest;
 }

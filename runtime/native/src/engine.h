@@ -26,6 +26,7 @@ struct GraphSpec {
   std::string path;  // of denoiser.onnx
   int32_t vocab_size, layers, kv_heads, head_size, top_k;
   bool half_cache;  // keys and values are fp16, else fp32
+  bool simulated;   // quantised values are computed on in floating point, as the graph is written
 };
 
 // Loads libonnxruntime (library, or the places that dlm_open_options names) and the graph; threads = 0: all cores.

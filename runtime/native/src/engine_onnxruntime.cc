@@ -266,6 +266,11 @@ class OnnxRuntime final : public Engine {
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
     // Threads of an idle session would otherwise spin on and take the cores from the next one.
     set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.force_spinning_stop", "1"));
+    // Without it the library would quantise the activations of INT4 layers to eight bits, which nobody asked for.
+    set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.qdq_matmulnbits_accuracy_level", "1"));
+    // The library knows no FP8 arithmetic, yet its fusions try to use it. Off, it dequantises constants once at load.
+    if (graph_.simulated)
+      set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.disable_quant_qdq", "1"));
     // T, S and R change with every pass, and the library would keep a memory plan for each combination it meets, without
     // a limit: 10 MB after 1200 shapes of a 6-layer denoiser, for no time gained. The arena stays: it levels off after
     // the largest pass, where plain allocation swings by 20 MB.

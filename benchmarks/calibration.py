@@ -1,0 +1,85 @@
+"""Calibration on denoising states against clean text, from the same samples: what it changes, by mask-ratio bucket.
+
+    python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
+
+On the demo, and on the same denoiser with outliers injected into its activations: eight channels of every norm's output are
+scaled by 30 and the matrices behind them by 1/30, which leaves the function as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shapes import ROOT, machine
+
+import dlm_runtime
+from dlm_export import accuracy, calibrate
+from dlm_export.build import QuantiseOptions, build_from
+from dlm_export.judge import Budgets
+from dlm_export.progress import Silent
+from dlm_export.samples import CalibrationOptions
+from dlm_export.sources import Source, open_source
+
+CHECKPOINT = ROOT / "examples" / "demo-denoiser"
+OUTLIERS, FACTOR = 8, 30.0
+
+
+def with_outliers(source: Source) -> Source:
+    """The same function with a few channels of every norm's output ``FACTOR`` times larger."""
+    c, rng = source.capabilities, np.random.default_rng(0)
+    folded = calibrate.Folded(source.parameters, c)
+    for i in range(c.layers):
+        for site in ("attention.q", "mlp.gate"):
+            scales = np.ones(c.hidden_size, np.float32)
+            scales[rng.choice(c.hidden_size, OUTLIERS, replace=False)] = 1 / FACTOR
+            folded.fold(f"blocks.{i}.{site}", scales)
+    return replace(source, parameters=folded)
+
+
+def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, seed: int) -> dict[str, Any]:
+    folder = ROOT / "build" / "benchmarks" / "calibration"
+    options = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
+    build_from(source, folder, precision=recipe, force=True, check_parity=False, options=options)
+    found = accuracy.judge_bundle(
+        folder, source, CalibrationOptions(data=data), judged, Budgets(), threads=1, progress=Silent()
+    ).as_dict()
+    with dlm_runtime.open(folder) as bundle:
+        states = bundle.manifest["precision"]["calibration"]["states"]
+    kept = {key: found[key] for key in ("buckets", "overall", "frontier")}
+    return {"recipe": recipe, "states": states, "source": kind, "seed": seed} | kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", default="fp8,int8-static,nvfp4")
+    parser.add_argument("--data", type=Path, default=ROOT / "examples" / "demo" / "heldout.jsonl")
+    parser.add_argument("--judged", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    demo = open_source(CHECKPOINT)
+    for name, source in (("demo", demo), ("demo with outliers", with_outliers(demo))):
+        for recipe in arguments.recipes.split(","):
+            for seed in range(arguments.seeds):
+                for kind in ("denoising", "text"):
+                    row = {"denoiser": name} | measure(source, recipe, kind, arguments.data, arguments.judged, seed)
+                    rows.append(row)
+                    overall, frontier = row["overall"], row["frontier"]
+                    print(
+                        f"{name:20} {recipe:12} {kind:10} seed {seed} ce {overall['ce_increase']:+.2%} "
+                        f"top1 {overall['top1']:.4f} flips {frontier['flips']}/{frontier['committed']} | "
+                        + " ".join(f"{b['mask_ratio']}:{b['ce_increase']:+.2%}" for b in row["buckets"]),
+                        flush=True,
+                    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

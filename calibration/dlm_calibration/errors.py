@@ -1,0 +1,7 @@
+"""What calibration raises on purpose."""
+
+from dlm_runtime.errors import DlmError
+
+
+class CalibrationError(DlmError):
+    """Calibration data or a denoiser's activations that no ranges can be found from."""

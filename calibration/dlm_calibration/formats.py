@@ -1,0 +1,376 @@
+"""The number formats that quantised denoisers are stored and run in, exact to the bit, in numpy.
+
+INT8 and INT4 are symmetric integers; FP8 is E4M3 without infinities (arXiv:2209.05433); NVFP4 is E2M1 (OCP Microscaling
+Formats 1.0) in groups of 16 with an E4M3 scale a group and one fp32 scale a tensor, as NVIDIA's modelopt packs it. Rounding
+is half to even everywhere, as in ONNX QuantizeLinear. Matrices are worked on in blocks of rows: besides the result,
+temporaries stay at a few MiB whatever the matrix's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from dlm_runtime.errors import DlmError
+
+FORMATS = ("int8", "int4", "fp8", "nvfp4")
+E2M1_VALUES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
+)  # by code; bit 3 is the sign
+INT4_GROUP_SIZE = 128  # where none is asked for: the usual one of GPTQ and AWQ
+NVFP4_GROUP_SIZE = 16  # fixed by the format
+
+_LEVELS = {"int8": np.float32(127), "int4": np.float32(7), "fp8": np.float32(448), "nvfp4": np.float32(6 * 448)}
+_CODE_TYPES = {"int8": np.dtype(np.int8), "int4": np.dtype(ml_dtypes.int4), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+_CODE_LIMITS = {
+    "int8": (np.float32(-127), np.float32(127)),
+    "int4": (np.float32(-8), np.float32(7)),
+    "fp8": (np.float32(-448), np.float32(448)),
+}
+_SMALLEST_E4M3 = np.float32(2**-9)
+# Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to zero on some devices. NVFP4
+# multiplies its tensor scale by group scales down to 2**-9, and the product has to stay a normal number.
+_SMALLEST_SCALE = np.finfo(np.float32).tiny
+_SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
+_BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
+
+
+class QuantisationError(DlmError):
+    """Something cannot be quantised as asked: values are not finite, or the format does not take the shape."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedWeight:
+    """A matrix ``w`` ``[K, N]``, used as ``x @ w``, in one of ``FORMATS``.
+
+    | format | ``codes`` | ``scales`` |
+    | int8 | int8 [K, N] | fp32 [N] |
+    | int4 | ml_dtypes.int4 [K, N] | fp32 [ceil(K / group_size), N]; the last group may be short |
+    | fp8 | ml_dtypes.float8_e4m3fn [K, N] | fp32 [N] |
+    | nvfp4 | uint8 0..15 [N, K], E2M1 | ml_dtypes.float8_e4m3fn [N, K / 16] |
+
+    ``global_scale`` is nvfp4's fp32 scale of the whole tensor, otherwise None; ``group_size`` counts along K, None for int8
+    and fp8.
+    """
+
+    format: str
+    codes: np.ndarray
+    scales: np.ndarray
+    global_scale: np.float32 | None = None
+    group_size: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(K, N)``, whichever way round the codes are kept."""
+        first, second = self.codes.shape
+        return (second, first) if self.format == "nvfp4" else (first, second)
+
+    def dequantise(self) -> np.ndarray:
+        """The matrix as fp32 ``[K, N]``: codes times scales, multiplied in the order of ONNX DequantizeLinear."""
+        rows, columns = self.shape
+        out = np.empty((rows, columns), dtype=np.float32)
+        for start, stop in _row_blocks(rows, columns, self.group_size or 1):
+            if self.format == "nvfp4":
+                assert self.global_scale is not None
+                groups = slice(start // NVFP4_GROUP_SIZE, stop // NVFP4_GROUP_SIZE)
+                scales = self.scales[:, groups].T.astype(np.float32) * self.global_scale
+                values = E2M1_VALUES[self.codes[:, start:stop].T]
+                np.multiply(
+                    _grouped(values, NVFP4_GROUP_SIZE), scales[:, None], out=_grouped(out[start:stop], NVFP4_GROUP_SIZE)
+                )
+            elif self.format == "int4":
+                assert self.group_size is not None
+                scales = self.scales[np.arange(start, stop) // self.group_size]
+                np.multiply(self.codes[start:stop].astype(np.float32), scales, out=out[start:stop])
+            else:
+                np.multiply(self.codes[start:stop].astype(np.float32), self.scales, out=out[start:stop])
+        return out
+
+    def packed_bytes(self) -> int:
+        """Bytes that codes and scales take: two codes a byte in the four-bit formats, scales in the type they have here."""
+        codes = -(-self.codes.size // 2) if self.format in ("int4", "nvfp4") else self.codes.size
+        return codes + self.scales.nbytes + (4 if self.global_scale is not None else 0)
+
+
+def quantise_weight(
+    w: np.ndarray, format: str, *, group_size: int | None = None, amax: np.ndarray | float | None = None
+) -> QuantisedWeight:
+    """Quantise ``w`` ``[K, N]`` (any float dtype; rounded from its fp32 value), half to even.
+
+    int8: codes -127..127, scale amax / 127 a column. int4: codes -7..7, scale amax / 7 a group of ``group_size`` rows of a
+    column (128 unless given). fp8: scale amax / 448 a column. nvfp4: global scale amax / (6 * 448), group scale
+    E4M3(amax of 16 rows / (6 * global scale)).
+    ``amax`` replaces the largest absolute value as the range: a scalar, or what broadcasts to the scales' shape (nvfp4: a
+    scalar). Values beyond it saturate; int4 then uses -8 too. Where the range is zero the scale is 1 and the codes are 0.
+
+    Raises QuantisationError for an unknown format, a group size or K that the format does not take, and values or ranges
+    that are not finite.
+    """
+    group_size = _checked_group_size(format, group_size)
+    _check_matrix(w, format)
+    rows, columns = w.shape
+    if format == "nvfp4":
+        return _quantise_nvfp4(w, amax)
+    if amax is None:
+        ranges = group_amax(w, group_size or rows)
+        ranges = ranges if group_size else ranges[0]
+    else:
+        _check_finite(w)
+        ranges = _given_amax(amax, (-(-rows // group_size), columns) if group_size else (columns,))
+    scales = scales_of(ranges, format)
+    codes = np.empty((rows, columns), dtype=_CODE_TYPES[format])
+    for start, stop in _row_blocks(rows, columns, 1):
+        block_scales = scales if group_size is None else scales[np.arange(start, stop) // group_size]
+        codes[start:stop] = encode(np.asarray(w[start:stop], dtype=np.float32), block_scales, format)
+    return QuantisedWeight(format, codes, scales, group_size=group_size)
+
+
+def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
+    """The codes of finite fp32 ``values`` under fp32 ``scales`` that broadcast to them, for int8, int4 and fp8.
+
+    Divides, as ONNX QuantizeLinear does (a product with the reciprocal rounds otherwise), and saturates: int8 at -127 and 127,
+    int4 at -8 and 7, fp8 at -448 and 448.
+    """
+    low, high = _CODE_LIMITS[format]
+    with np.errstate(over="ignore"):  # a range far below the values: they saturate
+        quotient = np.divide(values, scales)
+    if format != "fp8":
+        np.rint(quotient, out=quotient)
+    np.clip(quotient, low, high, out=quotient)
+    codes: np.ndarray = quotient.astype(_CODE_TYPES[format])
+    return codes
+
+
+def scales_of(amax: np.ndarray, format: str) -> np.ndarray:
+    """fp32 scales that put ``amax`` on the largest code (nvfp4: the tensor's global scale); 1 where amax is next to nothing."""
+    smallest = _SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE
+    scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
+    guarded: np.ndarray = np.where(scales < smallest, np.float32(1), scales)
+    return guarded
+
+
+def group_amax(w: np.ndarray, group_size: int) -> np.ndarray:
+    """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K / group_size), N]``.
+
+    The last group may be short. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not finite.
+    """
+    rows, columns = w.shape
+    out = np.zeros((-(-rows // group_size), columns), dtype=np.float32)
+    for start, stop in _row_blocks(rows, columns, 1):
+        block = np.asarray(w[start:stop], dtype=np.float32)
+        starts = np.arange(start, stop)
+        first = np.flatnonzero((starts % group_size == 0) | (starts == start))  # where groups begin inside this block
+        groups = slice(start // group_size, (stop - 1) // group_size + 1)
+        largest = np.maximum(np.maximum.reduceat(block, first, axis=0), -np.minimum.reduceat(block, first, axis=0))
+        np.maximum(out[groups], largest, out=out[groups])
+    if not np.isfinite(out).all():
+        _check_finite(w)
+    return out
+
+
+def quantise_activation(x: np.ndarray, format: str, amax: float | None) -> np.ndarray:
+    """``x`` (fp32, any shape) quantised and dequantised again: what the layer behind it sees.
+
+    int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None the range is the tensor's own (ONNX
+    DynamicQuantizeLinear: uint8 with a zero point). fp8: scale ``amax / 448`` a tensor. nvfp4: global scale
+    ``amax / (6 * 448)``, groups of 16 along the last axis scaled as they come. Values beyond amax saturate.
+    Raises QuantisationError for other formats, a missing or unusable amax, a last axis that nvfp4 cannot group, and values
+    that are not finite.
+    """
+    if format not in ("int8", "fp8", "nvfp4"):
+        raise QuantisationError(f"activations cannot be quantised to {format!r}: choose int8, fp8 or nvfp4.")
+    x = np.asarray(x, dtype=np.float32)
+    if format == "nvfp4" and (x.ndim == 0 or x.shape[-1] % NVFP4_GROUP_SIZE):
+        raise QuantisationError(
+            f"nvfp4 groups {NVFP4_GROUP_SIZE} values of the last axis, which does not divide {list(x.shape)}."
+        )
+    if not x.size:
+        return np.empty(x.shape, dtype=np.float32)
+    flat = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    _check_finite(flat)
+    if format == "int8" and amax is None:
+        return _quantise_dynamic_uint8(x)
+    scale = activation_scale(format, amax)
+    out = np.empty_like(flat)
+    for start, stop in _row_blocks(flat.shape[0], flat.shape[1], 1):
+        block = flat[start:stop]
+        if format == "nvfp4":
+            groups = block.reshape(-1, NVFP4_GROUP_SIZE)
+            group_scales = nvfp4_group_scales(np.maximum(groups.max(axis=1), -groups.min(axis=1)), scale)
+            steps = group_scales.astype(np.float32) * scale
+            with np.errstate(over="ignore"):
+                codes = e2m1_codes(groups / steps[:, None])
+            out[start:stop] = (E2M1_VALUES[codes] * steps[:, None]).reshape(block.shape)
+        elif format == "fp8":
+            out[start:stop] = encode(block, scale, "fp8").astype(np.float32) * scale
+        else:
+            with np.errstate(over="ignore"):
+                out[start:stop] = np.clip(np.rint(block / scale), -128, 127) * scale
+    return out.reshape(x.shape)
+
+
+def activation_scale(format: str, amax: float | None) -> np.float32:
+    """The static fp32 scale for an activation range: what the graph holds and what ``quantise_activation`` rounds with.
+
+    Raises QuantisationError if amax is missing, not finite or not positive.
+    """
+    if amax is None or not np.isfinite(amax) or amax <= 0:
+        raise QuantisationError(f"{format} activations need a positive range, not {amax}: calibrate the layer first.")
+    scale = float(np.float32(amax) / _LEVELS[format])
+    # An input that was all but zero in calibration keeps a tiny range.
+    usable: np.float32 = np.float32(max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE)))
+    return usable
+
+
+def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
+    """E4M3 scales of groups whose largest absolute values are ``amax``: 1 for zeros, otherwise clipped to 2**-9..448."""
+    with np.errstate(over="ignore"):
+        scales = amax / np.float32(np.float32(6) * global_scale)
+    scales[scales == 0] = 1
+    group_scales: np.ndarray = np.clip(scales, _SMALLEST_E4M3, _LEVELS["fp8"]).astype(ml_dtypes.float8_e4m3fn)
+    return group_scales
+
+
+def e2m1_codes(values: np.ndarray) -> np.ndarray:
+    """The E2M1 code, uint8 0..15, of each fp32 value: half to even, saturating at 6. Minus zero gets the code of zero."""
+    # Codes are 1/2 apart up to 2, 1 apart up to 4, 2 apart up to 6. Rounded at each of the three distances and counted in
+    # codes, the right one gives the smallest number; where a code is an even integer, half to even goes to it.
+    magnitude = np.abs(values)
+    np.minimum(magnitude, np.float32(6), out=magnitude)
+    codes = np.rint(magnitude + magnitude)
+    coarser = np.rint(magnitude)
+    coarser += np.float32(2)
+    np.minimum(codes, coarser, out=codes)
+    magnitude *= np.float32(0.5)
+    np.rint(magnitude, out=magnitude)
+    magnitude += np.float32(4)
+    np.minimum(codes, magnitude, out=codes)
+    unsigned: np.ndarray = codes.astype(np.uint8)
+    # As modelopt does it: a negative value that rounds to zero keeps its sign bit, minus zero does not have one.
+    unsigned |= (values < 0).view(np.uint8) << np.uint8(3)
+    return unsigned
+
+
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    """Two codes (uint8 0..15) a byte along the last axis, which must be even; the earlier in the low nibble, as in ONNX."""
+    if codes.ndim == 0 or codes.shape[-1] % 2:
+        raise QuantisationError(f"codes of shape {list(codes.shape)} cannot be packed: the last axis has to be even.")
+    assert codes.dtype == np.uint8
+    packed: np.ndarray = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    return packed
+
+
+def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+    """The inverse of ``pack_nibbles``: uint8 0..15, the last axis twice as long."""
+    assert packed.dtype == np.uint8
+    codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=np.uint8)
+    codes[..., 0::2] = packed & np.uint8(15)
+    codes[..., 1::2] = packed >> np.uint8(4)
+    return codes
+
+
+def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None) -> QuantisedWeight:
+    rows, columns = w.shape
+    ranges = group_amax(w, NVFP4_GROUP_SIZE)
+    tensor_amax = ranges.max() if amax is None else _given_amax(amax, ())
+    global_scale = np.float32(scales_of(tensor_amax, "nvfp4"))
+    scales = nvfp4_group_scales(ranges, global_scale)
+    codes = np.empty((columns, rows), dtype=np.uint8)
+    for start, stop in _row_blocks(rows, columns, NVFP4_GROUP_SIZE):
+        groups = slice(start // NVFP4_GROUP_SIZE, stop // NVFP4_GROUP_SIZE)
+        steps = scales[groups].astype(np.float32) * global_scale
+        values = _grouped(np.asarray(w[start:stop], dtype=np.float32), NVFP4_GROUP_SIZE)
+        with np.errstate(over="ignore"):
+            quotient = values / steps[:, None]
+        codes[:, start:stop] = e2m1_codes(quotient.reshape(stop - start, columns)).T
+    return QuantisedWeight(
+        "nvfp4", codes, np.ascontiguousarray(scales.T), global_scale=global_scale, group_size=NVFP4_GROUP_SIZE
+    )
+
+
+def _quantise_dynamic_uint8(x: np.ndarray) -> np.ndarray:
+    """ONNX DynamicQuantizeLinear and its inverse: one scale and zero point for the tensor, zero exactly representable."""
+    low, high = min(np.float32(0), x.min()), max(np.float32(0), x.max())
+    with np.errstate(over="ignore"):
+        scale = (high - low) / np.float32(255)
+    if not np.isfinite(scale):
+        scale = high / np.float32(255) - low / np.float32(255)
+    scale = scale if scale >= _SMALLEST_SCALE else np.float32(1)
+    zero_point = np.clip(np.rint(-low / scale), 0, 255).astype(np.float32)
+    codes = np.clip(np.rint(x / scale) + zero_point, 0, 255)
+    fake: np.ndarray = (codes - zero_point) * scale
+    return fake
+
+
+def _checked_group_size(format: str, group_size: int | None) -> int | None:
+    if format not in FORMATS:
+        raise QuantisationError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
+    if format in ("int8", "fp8"):
+        if group_size is not None:
+            raise QuantisationError(f"{format} has one scale a column and takes no group size; {group_size} was asked for.")
+        return None
+    if format == "nvfp4":
+        if group_size not in (None, NVFP4_GROUP_SIZE):
+            raise QuantisationError(f"nvfp4 has groups of {NVFP4_GROUP_SIZE}, not of {group_size}.")
+        return NVFP4_GROUP_SIZE
+    size = INT4_GROUP_SIZE if group_size is None else group_size
+    if size < 1:
+        raise QuantisationError(f"a group size of {size} is not positive: int4 is usual with 32 or 128.")
+    return size
+
+
+def _check_matrix(w: np.ndarray, format: str) -> None:
+    if w.ndim != 2 or not w.size:
+        raise QuantisationError(
+            f"a weight of shape {list(w.shape)} cannot be quantised: it has to be a matrix with at least one value."
+        )
+    if format == "nvfp4" and w.shape[0] % NVFP4_GROUP_SIZE:
+        raise QuantisationError(
+            f"a weight of {w.shape[0]} input channels cannot be nvfp4: its groups of {NVFP4_GROUP_SIZE} have to divide them. "
+            "Keep the layer in another format."
+        )
+
+
+def _check_finite(w: np.ndarray) -> None:
+    """Refuse a matrix that holds NaN or infinities, with how many and where the first is."""
+    count, first = 0, (0, 0)
+    for start, stop in _row_blocks(w.shape[0], w.shape[1], 1):
+        block = np.asarray(w[start:stop], dtype=np.float32)
+        if np.isfinite(block.max()) and np.isfinite(block.min()):  # NaN comes through either; no temporary
+            continue
+        bad = np.argwhere(~np.isfinite(block))
+        if not count:
+            first = (start + int(bad[0][0]), int(bad[0][1]))
+        count += len(bad)
+    if count:
+        raise QuantisationError(
+            f"{count} of {w.size} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: nothing can be "
+            "quantised from them. Check the checkpoint."
+        )
+
+
+def _given_amax(amax: np.ndarray | float, shape: tuple[int, ...]) -> np.ndarray:
+    ranges = np.asarray(amax, dtype=np.float32)
+    if not (np.isfinite(ranges).all() and (ranges >= 0).all()):
+        raise QuantisationError("a given range (amax) is negative, NaN or infinite: give finite values of at least 0.")
+    try:
+        return np.broadcast_to(ranges, shape)
+    except ValueError as err:
+        raise QuantisationError(
+            f"a range (amax) of shape {list(ranges.shape)} does not fit scales of shape {list(shape)}."
+        ) from err
+
+
+def _row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of blocks of rows with about ``_BLOCK`` elements, each but the last a multiple of ``multiple`` long."""
+    step = max(1, _BLOCK // (max(columns, 1) * multiple)) * multiple
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _grouped(matrix: np.ndarray, group_size: int) -> np.ndarray:
+    """``[K, N]`` seen as ``[K / group_size, group_size, N]``."""
+    return matrix.reshape(-1, group_size, matrix.shape[1])

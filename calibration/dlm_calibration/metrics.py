@@ -1,0 +1,375 @@
+"""What a quantised denoiser loses against its reference, computed from logits, canvases and texts alone.
+
+Cross-entropy, agreement and Kullback-Leibler divergence of masked positions, in nats; the likelihood bound of masked diffusion
+(arXiv:2502.09992, equation 6) in bits per byte; free-running outputs side by side; paired bootstrap intervals (Efron 1979).
+Everything is computed in float64: two denoisers a quantisation apart differ in digits that fp32 sums lose.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlm_calibration.states import MASK_RATIOS, Sample
+
+RESAMPLES = 1000  # of the bootstrap; the ends of a 95% interval rest on 25 of them each
+LEVEL = 0.95
+TOP = 5
+SHOWN_SAMPLES = 12  # free runs kept whole, for reading
+_CHUNK_ELEMENTS = 1 << 22  # logits handled at a time: 32 MB in float64, 33 rows of a vocabulary of 126,464
+
+Decode = Callable[[list[int]], str | None]
+
+
+# --- Masked positions ---
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Scored positions of two denoisers, one entry a position, all float64 or int64 ``[R]``.
+
+    ``reference_ce``, ``candidate_ce``: cross-entropy of the true token. ``kl``: of the candidate from the reference.
+    ``rank``: how many tokens the candidate holds likelier than the reference's best one, ties by id: 0 where both agree.
+    """
+
+    reference_ce: np.ndarray
+    candidate_ce: np.ndarray
+    kl: np.ndarray
+    rank: np.ndarray
+
+    @classmethod
+    def join(cls, parts: Sequence[Rows]) -> Rows:
+        """All rows of ``parts``, which may be none."""
+        if not parts:
+            return cls(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
+        columns = zip(*((p.reference_ce, p.candidate_ce, p.kl, p.rank) for p in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+    def take(self, chosen: np.ndarray) -> Rows:
+        """The rows at ``chosen``, bool ``[R]`` or indices."""
+        return Rows(self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen])
+
+    def __len__(self) -> int:
+        return len(self.kl)
+
+
+def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
+    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``, the mask token excluded (-inf): it is never predicted.
+
+    NaN or infinite logits give NaN.
+    """
+    x = np.array(logits, dtype=np.float64)
+    x[:, mask_token_id] = -np.inf
+    with np.errstate(invalid="ignore"):
+        x -= x.max(-1, keepdims=True)
+        x -= np.log(np.exp(x).sum(-1, keepdims=True))
+    return x
+
+
+def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """KL(p || q) in nats ``[R]`` of log-probabilities ``[R, V]``; at least 0, infinite where q excludes what p does not."""
+    p = np.exp(log_p)
+    with np.errstate(invalid="ignore"):
+        terms = np.where(p > 0, p * (log_p - log_q), 0.0)
+    # A sum of terms of both signs: rounding leaves -1e-17 for equal distributions. NaN stays.
+    out: np.ndarray = np.maximum(terms.sum(-1), 0.0)
+    return out
+
+
+def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """How many tokens of each row ``[R, V]`` come before ``tokens`` ``[R]``: likelier ones, or equal ones of lower id."""
+    value = np.take_along_axis(log_probs, tokens[:, None], 1)
+    is_lower = np.arange(log_probs.shape[1]) < tokens[:, None]
+    ranks: np.ndarray = ((log_probs > value) | ((log_probs == value) & is_lower)).sum(-1)
+    return ranks
+
+
+def compare_rows(reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int) -> Rows:
+    """Compare raw logits ``[R, V]`` of both at positions whose true tokens are ``truth`` ``[R]``.
+
+    Entries are NaN or infinite where logits are. Memory beside the inputs is bounded whatever ``R`` and ``V``.
+    """
+    assert reference.shape == candidate.shape, (reference.shape, candidate.shape)
+    count, vocab = reference.shape
+    chunk = max(1, _CHUNK_ELEMENTS // vocab)
+    parts = []
+    for first in range(0, count, chunk):
+        log_p = log_probabilities(reference[first : first + chunk], mask_token_id)
+        log_q = log_probabilities(candidate[first : first + chunk], mask_token_id)
+        true = truth[first : first + chunk, None]
+        parts.append(
+            Rows(
+                -np.take_along_axis(log_p, true, 1)[:, 0],
+                -np.take_along_axis(log_q, true, 1)[:, 0],
+                divergence(log_p, log_q),
+                rank_of(log_p.argmax(-1), log_q),
+            )
+        )
+    return Rows.join(parts)
+
+
+def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[str, Any]:
+    """Means over rows, with the interval of the increase over the ``samples`` samples; ``sample`` ``[R]`` says whose a row is.
+
+    ``ce_increase`` is relative (0.01: one per cent more) and None where the reference's loss is 0 and the candidate's is
+    not. ``top5`` is the share of positions at which the reference's best token is among the candidate's best five. Raises
+    ValueError for no rows.
+    """
+    if not len(rows):
+        raise ValueError("no rows to summarise")
+    theirs = np.bincount(sample, rows.reference_ce, samples)
+    ours = np.bincount(sample, rows.candidate_ce, samples)
+    increase = ratio(float(ours.sum()), float(theirs.sum()))
+    interval = ratio_interval(ours, theirs, seed)
+    return {
+        "positions": len(rows),
+        "reference_ce": float(rows.reference_ce.mean()),
+        "candidate_ce": float(rows.candidate_ce.mean()),
+        "ce_increase": None if increase is None else increase - 1,
+        "ce_increase_interval": None if interval is None else [interval[0] - 1, interval[1] - 1],
+        "top1": float((rows.rank == 0).mean()),
+        "top5": float((rows.rank < TOP).mean()),
+        "kl_mean": float(rows.kl.mean()),
+        "kl_p95": float(np.percentile(rows.kl, 95)),
+    }
+
+
+def ratio(above: float, below: float) -> float | None:
+    """``above / below``; 1 where both are 0, None where only ``below`` is."""
+    if below == 0:
+        return 1.0 if above == 0 else None
+    return above / below
+
+
+def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[float, float] | None:
+    """95% bootstrap interval of ``sum(above) / sum(below)`` over pairs ``[N]`` drawn with replacement.
+
+    The pairs stay together, so that what is hard for both cancels. None where a resample has no ratio.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(RESAMPLES):
+        drawn = rng.integers(len(above), size=len(above))
+        value = ratio(float(above[drawn].sum()), float(below[drawn].sum()))
+        if value is None:
+            return None
+        found.append(value)
+    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def bits_per_byte(nats: float, text_bytes: int) -> float | None:
+    """A bound on the negative log-likelihood, in bits a byte of the text; None without text."""
+    return nats / math.log(2) / text_bytes if text_bytes else None
+
+
+# --- The frontier ---
+
+
+def jaccard(first: np.ndarray, second: np.ndarray) -> float:
+    """Size of the intersection over that of the union of two sets, bool ``[M]`` each; 1 for two empty sets."""
+    union = int((first | second).sum())
+    return int((first & second).sum()) / union if union else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Commitment:
+    """What a denoiser would commit at the ``M`` masked positions of a block.
+
+    Raw logits ``[M, V]``, their best tokens ``[M]``, and which positions are chosen, bool ``[M]``.
+    """
+
+    logits: np.ndarray
+    guess: np.ndarray
+    is_chosen: np.ndarray
+
+
+class Frontier:
+    """Counts of how two denoisers differ in what they would commit, by mask ratio; fed a state at a time."""
+
+    def __init__(self, mask_token_id: int) -> None:
+        self._mask_token_id = mask_token_id
+        self._buckets: list[int] = []
+        self._jaccard: list[float] = []
+        self._committed: list[int] = []
+        self._flips: list[int] = []
+        self._kl: list[np.ndarray] = []
+        self._frontier_kl: list[np.ndarray] = []
+
+    def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
+        """Compare both at one state, ``mask_ratio`` of whose positions behind the prompt are masked.
+
+        A flip is another token at a position that both commit.
+        """
+        both = reference.is_chosen & candidate.is_chosen
+        rows = compare_rows(reference.logits, candidate.logits, reference.guess, self._mask_token_id)
+        self._buckets.append(min(len(MASK_RATIOS) - 1, int(mask_ratio * len(MASK_RATIOS) + 1e-9)))
+        self._jaccard.append(jaccard(reference.is_chosen, candidate.is_chosen))
+        self._committed.append(int(both.sum()))
+        self._flips.append(int((both & (reference.guess != candidate.guess)).sum()))
+        self._kl.append(rows.kl)
+        self._frontier_kl.append(rows.kl[reference.is_chosen])
+
+    @property
+    def kl(self) -> float:
+        """Mean KL in nats over all masked positions of the blocks being filled."""
+        return float(np.concatenate(self._kl).mean())
+
+    @property
+    def frontier_kl(self) -> float:
+        """Mean KL in nats over the positions that the reference commits."""
+        return float(np.concatenate(self._frontier_kl).mean())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as accuracy.json has them; mask ratios that no state had are left out."""
+        buckets, shared = np.array(self._buckets), np.array(self._jaccard)
+        committed, flips = np.array(self._committed), np.array(self._flips)
+
+        def summary(chosen: np.ndarray) -> dict[str, Any]:
+            return {
+                "jaccard": float(shared[chosen].mean()),
+                "committed": int(committed[chosen].sum()),
+                "flips": int(flips[chosen].sum()),
+            }
+
+        rows = [
+            {"mask_ratio": mask_ratio, "states": int((buckets == index).sum())} | summary(buckets == index)
+            for index, mask_ratio in enumerate(MASK_RATIOS)
+            if (buckets == index).any()
+        ]
+        overall = summary(np.ones(len(buckets), bool))
+        rate = overall["flips"] / overall["committed"] if overall["committed"] else 0.0
+        return {"buckets": rows, **overall, "flip_rate": rate, "kl_mean": self.frontier_kl}
+
+
+# --- Free runs ---
+
+
+def until_end(tokens: Sequence[int], eos_token_ids: Iterable[int]) -> list[int]:
+    """``tokens`` up to and including the first end token."""
+    ends = set(eos_token_ids)
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return list(tokens[: i + 1])
+    return list(tokens)
+
+
+def token_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
+    """How many positions hold the same token, and how many there are: those of the longer sequence."""
+    return sum(a == b for a, b in zip(first, second, strict=False)), max(len(first), len(second))
+
+
+def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Position of the first difference, None for equal sequences; one that goes on differs where the other ended."""
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return i
+    return None if len(first) == len(second) else min(len(first), len(second))
+
+
+def same_answer(text: str | None, answer: str) -> bool:
+    """Whether ``text`` says what ``answer`` does.
+
+    An answer that is a JSON object or array asks for equal JSON (key order, spacing and 1 or 1.0 do not matter); any other
+    for equal text, runs of whitespace counting as one space. No text is no answer.
+    """
+    if text is None:
+        return False
+    try:
+        wanted = json.loads(answer)
+    except (ValueError, RecursionError):
+        wanted = None
+    if not isinstance(wanted, (dict, list)):
+        return text.split() == answer.split()
+    try:
+        return _same_json(json.loads(text), wanted)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same_json(first: Any, second: Any) -> bool:
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same_json(value, second[key]) for key, value in first.items())
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(_same_json(a, b) for a, b in zip(first, second, strict=True))
+    # Python holds true and 1 for equal, JSON does not.
+    return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one loop wrote behind a prompt: tokens up to and including the first end token, their text, passes."""
+
+    tokens: list[int]
+    text: str | None
+    nfe: int
+
+
+def as_run(tokens: Sequence[int], prompt: Sequence[int], nfe: int, eos_token_ids: Sequence[int], decode: Decode) -> Run:
+    """A run from its finished canvas. The end token is not decoded."""
+    written = until_end(tokens[len(prompt) :], eos_token_ids)
+    is_ended = bool(written) and written[-1] in eos_token_ids
+    return Run(written, decode(written[:-1] if is_ended else written), nfe)
+
+
+def summarise_runs(
+    samples: Sequence[Sample], prompts: Sequence[str | None], reference: Sequence[Run], candidate: Sequence[Run], seed: int
+) -> dict[str, Any]:
+    """Free runs side by side, as accuracy.json has them. ``prompts`` are the texts to show."""
+    pairs = list(zip(reference, candidate, strict=True))
+    agreed = [token_agreement(a.tokens, b.tokens) for a, b in pairs]
+    divergences = [first_divergence(a.tokens, b.tokens) for a, b in pairs]
+    parted = [position for position in divergences if position is not None]
+    theirs, ours = np.array([run.nfe for run in reference]), np.array([run.nfe for run in candidate])
+    interval = ratio_interval(ours, theirs, seed)
+    order = sorted(range(len(pairs)), key=lambda i: divergences[i] is None)[:SHOWN_SAMPLES]
+    return {
+        "prompts": len(pairs),
+        "exact_match": sum(position is None for position in divergences) / len(pairs),
+        "token_agreement": sum(same for same, _ in agreed) / max(1, sum(count for _, count in agreed)),
+        "first_divergence_median": float(np.median(parted)) if parted else None,
+        "reference_nfe": theirs.tolist(),
+        "candidate_nfe": ours.tolist(),
+        "nfe_ratio": ratio(float(ours.sum()), float(theirs.sum())),
+        "nfe_ratio_interval": None if interval is None else list(interval),
+        "task": _task(samples, reference, candidate, seed),
+        "samples": [
+            {
+                "prompt": prompts[i],
+                "answer": samples[i].answer,
+                "reference": reference[i].text,
+                "candidate": candidate[i].text,
+                "reference_nfe": reference[i].nfe,
+                "candidate_nfe": candidate[i].nfe,
+            }
+            for i in order
+        ],
+    }
+
+
+def _task(samples: Sequence[Sample], reference: Sequence[Run], candidate: Sequence[Run], seed: int) -> dict[str, Any] | None:
+    """Share of right answers of both, over the samples that carry one; None if none does."""
+    right = np.array(
+        [
+            [same_answer(run.text, sample.answer) for run in runs]
+            for sample, *runs in zip(samples, reference, candidate, strict=True)
+            if sample.answer is not None
+        ],
+        dtype=np.float64,
+    )
+    if not len(right):
+        return None
+    difference = right[:, 1] - right[:, 0]
+    interval = ratio_interval(difference, np.ones(len(right)), seed)
+    assert interval is not None
+    return {
+        "reference": float(right[:, 0].mean()),
+        "candidate": float(right[:, 1].mean()),
+        "difference": float(difference.mean()),
+        "difference_interval": list(interval),
+    }

@@ -1,0 +1,302 @@
+"""What calibration learns about the inputs of a denoiser's layers: ranges, outliers, and how they drift while a canvas fills.
+
+Masked and committed positions are kept apart, and so are mask-ratio buckets: a range found on clean text alone misses the
+states that a denoiser works on (arXiv:2508.14896). A layer's memory is constant. Magnitudes are counted in 2048 bins of
+equal *relative* width, 32 an octave from 2**-32 to 2**32: nothing has to be known beforehand, the order of passes makes no
+difference, and a single huge activation, usual in language models, leaves the rest as well resolved as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from dlm_calibration.errors import CalibrationError
+
+Method = Literal["max", "percentile", "mse", "entropy"]
+Levels = Literal["int8", "fp8"]
+
+SMALLEST_AMAX = 2.0**-64
+"""Range of an input that was always zero: whatever scale a format makes of it is a normal fp32 number."""
+PERCENTILE = 99.99
+"""Share of the magnitudes that the method ``percentile`` keeps, in percent."""
+
+_BINS = 2048
+_BITS = 5  # of the mantissa that tell bins apart: 32 an octave
+_FIRST_OCTAVE = -32
+_OFFSET = (127 + _FIRST_OCTAVE) << _BITS  # fp32's exponent bias
+_EDGES = np.ldexp(1 + np.arange(32) / 32, np.arange(_FIRST_OCTAVE, -_FIRST_OCTAVE)[:, None]).ravel()
+_EDGES = np.append(_EDGES, np.ldexp(1.0, -_FIRST_OCTAVE))
+_EDGES[0] = 0.0  # the first bin takes zeros and all that is as good as zero
+
+_BUCKETS = 11  # ten of mask ratios, and clean states behind them: bucket -1 is the last index
+_CHUNK = 1 << 18  # elements worked on at a time
+_GRAM_ROWS = 1024
+_MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)  # of the largest magnitude, down to 1/1024
+_MSE_POINTS = 8  # in a bin, which may span several levels of INT8
+_ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = 2048, 128, 16  # as TensorRT calibrates INT8 (Migacz, GTC 2017)
+
+
+class Observer:
+    """Statistics of one layer's input, ``channels`` wide.
+
+    ``keep_rows`` input vectors are kept, drawn evenly from all with ``seed``; with ``gram`` also the sum of their outer
+    products.
+    """
+
+    def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0, gram: bool = False) -> None:
+        self.layer = layer
+        self.channels = channels
+        self.count = 0  # input vectors seen
+        self.gram = np.zeros((channels, channels), dtype=np.float32) if gram else None
+        """fp32 ``[K, K]``, the sum over input vectors of ``weight * x x^T``; None if not asked for."""
+        self._rng = np.random.default_rng(seed)
+        self._rows = np.empty((keep_rows, channels), dtype=np.float32)
+        self._channel_amax = np.zeros((2, channels), dtype=np.float32)  # committed, masked
+        self._vectors = np.zeros((_BUCKETS, 2), dtype=np.int64)
+        self._amax = np.zeros((_BUCKETS, 2), dtype=np.float64)
+        self._powers = np.zeros((_BUCKETS, 2, 4), dtype=np.float64)  # sums of x, x**2, x**3, x**4
+        self._counts = np.zeros((_BUCKETS, 2, _BINS), dtype=np.int64)
+
+    def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int, weight: np.ndarray | None = None) -> None:
+        """Take in the input of one pass.
+
+        ``x``: fp32 ``[P, K]``, padding left out; ``is_masked``: bool ``[P]``; ``bucket``: the state's, -1..9; ``weight``:
+        ``[P]``, not negative, how much each vector counts in ``gram`` alone. Raises CalibrationError, and takes in nothing,
+        if ``x`` holds NaN or infinity.
+        """
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        assert x.shape == (len(x), self.channels), f"{self.layer}: input {x.shape}, {self.channels} channels"
+        assert is_masked.shape == x.shape[:1]
+        assert is_masked.dtype == np.bool_
+        assert -1 <= bucket < _BUCKETS - 1
+        assert weight is None or (weight.shape == x.shape[:1] and (weight >= 0).all())
+        bad = x.size - np.count_nonzero(np.isfinite(x))
+        if bad:
+            raise CalibrationError(
+                f"{self.layer}: {bad} of {x.size} inputs are NaN or infinite: the denoiser overflows on this data, "
+                "or its weights are damaged"
+            )
+        for group, chosen in enumerate((x[~is_masked], x[is_masked])):
+            rows = max(1, _CHUNK // self.channels)
+            for start in range(0, len(chosen), rows):
+                self._take(chosen[start : start + rows], bucket, group)
+        if len(self._rows):
+            self._keep(x)
+        if self.gram is not None:
+            weighted = x if weight is None else x * weight[:, None].astype(np.float32)
+            for start in range(0, self.channels, _GRAM_ROWS):  # no second matrix of that size
+                self.gram[start : start + _GRAM_ROWS] += weighted[:, start : start + _GRAM_ROWS].T @ x
+        self.count += len(x)
+
+    @property
+    def channel_amax(self) -> np.ndarray:
+        """Largest magnitude in each channel, fp32 ``[K]``."""
+        return np.asarray(self._channel_amax.max(0))
+
+    @property
+    def masked_channel_amax(self) -> np.ndarray:
+        """The same at masked positions alone, fp32 ``[K]``."""
+        return np.asarray(self._channel_amax[1])
+
+    @property
+    def committed_channel_amax(self) -> np.ndarray:
+        """The same at positions that are not masked, fp32 ``[K]``."""
+        return np.asarray(self._channel_amax[0])
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The input vectors kept, fp32 ``[at most keep_rows, K]``."""
+        return self._rows[: self.count]
+
+    def amax(self, method: Method, *, levels: Levels) -> float:
+        """Range to clip magnitudes to, more than 0 and at most the largest seen.
+
+        ``max``: the largest; ``percentile``: ``PERCENTILE`` of all; ``mse``: least squared error in ``levels``;
+        ``entropy``: least divergence between the magnitudes and their image in ``levels`` (Migacz, GTC 2017).
+        ``SMALLEST_AMAX`` for an input that was always zero. Raises CalibrationError if nothing was observed.
+        """
+        if not self.count:
+            raise CalibrationError(f"{self.layer}: no observation, so no range: no calibration state ran this layer")
+        largest = float(self._amax.max())
+        if largest <= SMALLEST_AMAX:
+            return SMALLEST_AMAX
+        counts = self._counts.sum((0, 1))
+        found: dict[Method, Callable[[], float]] = {
+            "max": lambda: largest,
+            "percentile": lambda: _percentile(counts, PERCENTILE, largest),
+            "mse": lambda: _least_squares(counts, largest, _ROUNDINGS[levels]),
+            "entropy": lambda: _least_divergence(counts, largest, _ROUNDINGS[levels]),
+        }
+        return min(largest, max(SMALLEST_AMAX, found[method]()))
+
+    def statistics(self, *, bucket: int | None = None, is_masked: bool | None = None) -> dict[str, float | None]:
+        """``count`` (input vectors), ``amax``, ``p999`` and ``p9999`` of the magnitudes, and the values' ``kurtosis``.
+
+        Of one bucket (-1: clean states), of masked or committed positions alone, or of all (None). Without values all but
+        the count are None; a constant has no kurtosis.
+        """
+        buckets = slice(None) if bucket is None else [bucket]
+        groups = slice(None) if is_masked is None else [int(is_masked)]
+        count = int(self._vectors[buckets][:, groups].sum())
+        if not count:
+            return {"count": 0, "amax": None, "p999": None, "p9999": None, "kurtosis": None}
+        amax = float(self._amax[buckets][:, groups].max())
+        counts = self._counts[buckets][:, groups].sum((0, 1))
+        return {
+            "count": count,
+            "amax": amax,
+            "p999": _percentile(counts, 99.9, amax),
+            "p9999": _percentile(counts, 99.99, amax),
+            "kurtosis": _kurtosis(self._powers[buckets][:, groups].sum((0, 1)), count * self.channels),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The layer's line of the range-drift table: plain values, None where nothing was seen.
+
+        ``by_bucket`` and its two parts are the largest magnitudes in the ten mask-ratio buckets; ``drift`` is the largest
+        of them over the smallest, None with fewer than two.
+        """
+        masked, committed = (
+            [self.statistics(bucket=bucket, is_masked=is_masked)["amax"] for bucket in range(_BUCKETS - 1)]
+            for is_masked in (True, False)
+        )
+        by_bucket = [self.statistics(bucket=bucket)["amax"] for bucket in range(_BUCKETS - 1)]
+        seen = [max(amax, SMALLEST_AMAX) for amax in by_bucket if amax is not None]
+        return {
+            "layer": self.layer,
+            **self.statistics(),
+            "drift": max(seen) / min(seen) if len(seen) > 1 else None,
+            "masked_amax": self.statistics(is_masked=True)["amax"],
+            "committed_amax": self.statistics(is_masked=False)["amax"],
+            "clean_amax": self.statistics(bucket=-1)["amax"],
+            "by_bucket": by_bucket,
+            "masked_by_bucket": masked,
+            "committed_by_bucket": committed,
+        }
+
+    def _take(self, x: np.ndarray, bucket: int, group: int) -> None:
+        """Count ``x``, fp32 ``[P, K]`` with P > 0, in one group: committed (0) or masked (1) positions of a bucket."""
+        magnitudes = np.abs(x)
+        channels = magnitudes.max(0)
+        # The upper bits of a positive fp32 number, exponent and first bits of the mantissa, are its bin.
+        bins = (magnitudes.view(np.int32) >> (23 - _BITS)) - _OFFSET
+        values = x.ravel().astype(np.float64)
+        squares = values * values
+        np.maximum(self._channel_amax[group], channels, out=self._channel_amax[group])
+        self._vectors[bucket, group] += len(x)
+        self._amax[bucket, group] = max(self._amax[bucket, group], float(channels.max()))
+        self._powers[bucket, group] += (values.sum(), squares.sum(), squares @ values, squares @ squares)
+        self._counts[bucket, group] += np.bincount(bins.clip(0, _BINS - 1).ravel(), minlength=_BINS)
+
+    def _keep(self, x: np.ndarray) -> None:
+        """Reservoir sampling (Vitter, 1985, algorithm R) of ``x``'s rows."""
+        at = np.arange(self.count, self.count + len(x))
+        slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
+        kept = np.flatnonzero(slots < len(self._rows))
+        self._rows[slots[kept]] = x[kept]  # of two rows for one slot the later one stays, as it should
+
+
+class Observers(dict[str, Observer]):
+    """The observers of a denoiser's layers, by layer."""
+
+    def check(self, layers: Iterable[str]) -> None:
+        """Raises CalibrationError that names every one of ``layers`` without an observation."""
+        missing = [layer for layer in layers if layer not in self or not self[layer].count]
+        if missing:
+            raise CalibrationError(
+                f"no calibration state ran {', '.join(missing)}: give states that do, or keep these layers in high precision"
+            )
+
+    def drift_table(self) -> list[dict[str, Any]]:
+        """Each observed layer's ``summary()``, the largest drift first."""
+        table = [observer.summary() for observer in self.values() if observer.count]
+        return sorted(table, key=lambda line: -(line["drift"] or 0.0))
+
+
+# --- Ranges from counted magnitudes ---
+
+
+def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
+    """Magnitudes ``x``, float64, as INT8 of the range ``clip`` has them: 127 even steps."""
+    return np.asarray(np.minimum(np.rint(x * (127 / clip)), 127) * (clip / 127))
+
+
+def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
+    """The same in E4M3, whose largest number is 448."""
+    codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * (clip / 448)
+
+
+_ROUNDINGS: dict[Levels, Callable[[np.ndarray, float], np.ndarray]] = {"int8": _to_int8, "fp8": _to_fp8}
+
+
+def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Magnitudes in ascending order and how many values are at most as large, the last bin in use ending at the largest one."""
+    last = int(np.flatnonzero(counts)[-1])
+    edges = _EDGES[: last + 2].copy()
+    edges[-1] = max(largest, edges[-2])
+    return edges, np.append(0, np.cumsum(counts[: last + 1]))
+
+
+def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
+    """The magnitude that this share of all values does not exceed, interpolated within its bin."""
+    edges, cumulative = _cumulative(counts, largest)
+    rank = cumulative[-1] * percent / 100
+    first = int(np.searchsorted(cumulative, rank))
+    share = (rank - cumulative[first - 1]) / (cumulative[first] - cumulative[first - 1])
+    return float(edges[first - 1] + share * (edges[first] - edges[first - 1]))
+
+
+def _kurtosis(powers: np.ndarray, count: int) -> float | None:
+    """Fourth central moment over the squared variance (3 for a normal distribution), from the sums of four powers."""
+    mean, second, third, fourth = (float(power) / count for power in powers)
+    variance = second - mean**2
+    if variance <= 1e-12 * second:  # rounding error of a constant
+        return None
+    return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
+
+
+def _least_squares(counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]) -> float:
+    """The range whose rounding error, summed over points spread through each bin, is least."""
+    edges, _ = _cumulative(counts, largest)
+    used = np.flatnonzero(counts)
+    starts, widths = edges[used], edges[used + 1] - edges[used]
+    points = (starts[:, None] + widths[:, None] * (np.arange(_MSE_POINTS) + 0.5) / _MSE_POINTS).ravel()
+    weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
+    clips = largest * _MSE_CLIPS
+    errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
+    return float(clips[int(np.argmin(errors))])  # of equal ones the largest
+
+
+def _least_divergence(counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]) -> float:
+    """The range that loses least information: Kullback-Leibler divergence of the rounded magnitudes from the clipped ones."""
+    edges, cumulative = _cumulative(counts, largest)
+    grid = np.linspace(0, largest, _ENTROPY_BINS + 1)
+    even = np.diff(np.interp(grid, edges[1:], cumulative[1:]))  # without zeros: they lose nothing, and would hide the rest
+    centres = (grid[:-1] + grid[1:]) / 2
+    best, least = largest, np.inf
+    for bins in range(_ENTROPY_BINS, _ENTROPY_FIRST - 1, -_ENTROPY_STRIDE):
+        kept = even[:bins]
+        clipped = kept.copy()
+        clipped[-1] += even[bins:].sum()
+        _, level = np.unique(rounded(centres[:bins], float(grid[bins])), return_inverse=True)
+        occupied = kept > 0
+        share = np.bincount(level, weights=kept) / np.maximum(np.bincount(level, weights=occupied), 1)
+        image = share[level] * occupied
+        divergence = _divergence(clipped, image)
+        if divergence < least:
+            best, least = float(grid[bins]), divergence
+    return best
+
+
+def _divergence(p: np.ndarray, q: np.ndarray) -> float:
+    """Kullback-Leibler divergence of two histograms, each scaled to sum to 1; infinite where ``q`` lacks what ``p`` has."""
+    if not p.any() or not q.any():
+        return float(np.inf)
+    used = p > 0
+    p, q = p[used] / p.sum(), q[used] / q.sum()
+    return float(np.inf) if not q.all() else float((p * np.log(p / q)).sum())

@@ -1,0 +1,219 @@
+"""Quantisation recipes as data: which layer gets which format, and how its numbers are found.
+
+A recipe is a preset of ``RECIPES`` or a TOML file:
+
+.. code-block:: toml
+
+    name = "mine"
+    observer = "mse"            # max | percentile | mse | entropy: clipping range of static activations
+    solver = "gptq"             # nearest | awq | gptq: how weights are rounded
+    smoothing = 0.5             # SmoothQuant's alpha, folded into norms; leave out for none
+    rotate_down = true          # Hadamard rotation of the input of every mlp.down
+    embedding = "int8"          # int8 | fp8: the embedding table on disk; leave out for full precision
+
+    [layers]                    # module path or pattern = format; the last match wins
+    "blocks.*" = "int4-g32"
+    "blocks.0.mlp.down" = "high"
+
+Layers that nothing matches keep full precision.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_runtime.errors import DlmError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class RecipeError(DlmError):
+    """A recipe says something that does not exist or cannot be."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one matrix multiplication is computed.
+
+    ``weights`` and ``activations`` name number formats of ``formats.py``; None is full precision. Activations have a
+    range found by calibration (``is_static``) or take it from each pass. ``group_size`` counts weights along the input.
+    """
+
+    weights: str | None = None
+    activations: str | None = None
+    is_static: bool = False
+    group_size: int | None = None
+
+    @property
+    def is_simulated_on_cpu(self) -> bool:
+        """Whether a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
+        return self.weights in ("fp8", "nvfp4")
+
+    def weight_bytes(self, inputs: int, outputs: int) -> int:
+        """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision counts as fp32."""
+        elements = inputs * outputs
+        if self.weights is None:
+            return 4 * elements
+        if self.weights in ("int8", "fp8"):
+            return elements + 4 * outputs
+        if self.weights == "int4":
+            assert self.group_size is not None
+            return (elements + 1) // 2 + 4 * outputs * -(-inputs // self.group_size)
+        return elements // 2 + elements // 16 + 4
+
+
+HIGH = "high"
+FORMATS: dict[str, LayerFormat] = {
+    HIGH: LayerFormat(),
+    "int8-dynamic": LayerFormat("int8", "int8"),
+    "int8-static": LayerFormat("int8", "int8", is_static=True),
+    "int4-g32": LayerFormat("int4", group_size=32),
+    "int4-g128": LayerFormat("int4", group_size=128),
+    "fp8": LayerFormat("fp8", "fp8", is_static=True),
+    "nvfp4": LayerFormat("nvfp4", "nvfp4", is_static=True, group_size=16),
+    "nvfp4-weight": LayerFormat("nvfp4", group_size=16),
+}
+OBSERVERS = ("max", "percentile", "mse", "entropy")
+SOLVERS = ("nearest", "awq", "gptq")
+EMBEDDINGS = ("int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """See the module's text. ``layers`` are ``(pattern, format)`` pairs, the last match wins."""
+
+    name: str
+    layers: tuple[tuple[str, str], ...]
+    observer: str = "mse"
+    solver: str = "nearest"
+    smoothing: float | None = None
+    rotate_down: bool = False
+    embedding: str | None = None
+    description: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises RecipeError that lists the choices."""
+        for name, value, choices in (
+            ("observer", self.observer, OBSERVERS),
+            ("solver", self.solver, SOLVERS),
+            ("embedding", self.embedding or EMBEDDINGS[0], EMBEDDINGS),
+            *((f"format of {pattern!r}", value, tuple(FORMATS)) for pattern, value in self.layers),
+        ):
+            if value not in choices:
+                raise RecipeError(f"recipe {self.name}: {name} is {value!r}, one of {', '.join(choices)} is needed")
+        if self.smoothing is not None and not 0 <= self.smoothing <= 1:
+            raise RecipeError(f"recipe {self.name}: smoothing {self.smoothing} is outside 0..1")
+
+    def formats(self, layers: Sequence[str]) -> dict[str, str]:
+        """Layer -> name of its format, for every layer given. Raises RecipeError for a pattern that matches none."""
+        chosen = dict.fromkeys(layers, HIGH)
+        for pattern, name in self.layers:
+            matched = fnmatch.filter(layers, pattern)
+            if not matched:
+                raise RecipeError(
+                    f"recipe {self.name}: no layer is called {pattern!r}. Layers are {_abridged(layers)}; "
+                    "* stands for anything."
+                )
+            chosen |= dict.fromkeys(matched, name)
+        return chosen
+
+    def needs_states(self, formats: Mapping[str, str]) -> bool:
+        """Whether the denoiser has to be run to find this recipe's numbers."""
+        is_static = any(FORMATS[name].is_static for name in formats.values())
+        return is_static or self.solver != "nearest" or self.smoothing is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as the manifest keeps them and ``read_recipe`` takes them."""
+        values = {key: value for key, value in asdict(self).items() if value is not None and key != "description"}
+        return values | {"layers": dict(self.layers)}
+
+
+def _recipe(name: str, description: str, layers: Mapping[str, str], **options: Any) -> Recipe:
+    return Recipe(name, tuple(layers.items()), description=description, **options)
+
+
+_MIXED = {"blocks.*.mlp.*": "nvfp4", "blocks.*.attention.*": "fp8"}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _recipe("int8", "INT8 weights per channel, activations a pass", {"blocks.*": "int8-dynamic"}),
+        _recipe("int8-static", "INT8 weights per channel, calibrated activations", {"blocks.*": "int8-static"}),
+        _recipe("int4", "INT4 weights in groups of 32, GPTQ", {"blocks.*": "int4-g32"}, solver="gptq"),
+        _recipe("int4-rtn", "INT4 weights in groups of 32, round to nearest", {"blocks.*": "int4-g32"}),
+        _recipe("int4-awq", "INT4 weights in groups of 32, AWQ", {"blocks.*": "int4-g32"}, solver="awq"),
+        _recipe("int4-g128", "INT4 weights in groups of 128, GPTQ", {"blocks.*": "int4-g128"}, solver="gptq"),
+        _recipe("fp8", "FP8 E4M3 weights per channel, calibrated activations", {"blocks.*": "fp8"}),
+        _recipe("nvfp4", "NVFP4 weights and activations (W4A4)", {"blocks.*": "nvfp4"}),
+        _recipe("nvfp4-weight", "NVFP4 weights only", {"blocks.*": "nvfp4-weight"}),
+        _recipe("mixed", "NVFP4 in the MLP, FP8 in attention", _MIXED),
+    )
+}
+_MOST_BYTES = 1 << 20
+
+
+def find(name: str) -> Recipe:
+    """A preset by name, or a ``.toml`` file by path. Raises RecipeError that lists the presets."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if name.endswith(".toml"):
+        return read_recipe(Path(name))
+    raise RecipeError(f"unknown recipe {name!r}: one of {', '.join(RECIPES)}, or the path of a .toml file")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe from a TOML file of at most 1 MiB. Raises RecipeError: what is wrong, and the choices."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            raise RecipeError(f"{path}: larger than {_MOST_BYTES} bytes, which no recipe is")
+        values = tomllib.loads(raw.decode("utf-8"))
+    except OSError as err:
+        raise RecipeError(f"{path}: not readable ({err.strerror})") from err
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
+        raise RecipeError(f"{path}: not TOML ({err})") from err
+    return recipe_from(values, str(path))
+
+
+def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
+    """A recipe from plain values, the reverse of ``as_dict``. Raises RecipeError."""
+    types: dict[str, tuple[type, ...]] = {
+        "name": (str,),
+        "layers": (dict,),
+        "observer": (str,),
+        "solver": (str,),
+        "smoothing": (int, float),
+        "rotate_down": (bool,),
+        "embedding": (str,),
+    }
+    for key, value in values.items():
+        if key not in types:
+            raise RecipeError(f"{where}: unknown key {key!r}; known are {', '.join(types)}")
+        if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
+            raise RecipeError(f"{where}: {key} is a {type(value).__name__}, a {types[key][0].__name__} is needed")
+    layers = values.get("layers", {})
+    for pattern, name in layers.items():
+        if not isinstance(name, str):
+            raise RecipeError(
+                f'{where}: the format of {pattern!r} is not a name; quote module paths: "blocks.0.mlp.down" = ...'
+            )
+    if not layers and "embedding" not in values:
+        raise RecipeError(f'{where}: quantises nothing; write a table [layers] with lines such as "blocks.*" = "int8-dynamic"')
+    rest = {key: value for key, value in values.items() if key not in ("name", "layers")}
+    return Recipe(values.get("name", Path(where).stem), tuple(layers.items()), **rest)
+
+
+def _abridged(layers: Sequence[str]) -> str:
+    """Layer names with the block's number left open, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers))

@@ -1,0 +1,217 @@
+"""Better weights for the same format: smoothing, AWQ scaling, GPTQ and Hadamard rotation, on numpy arrays alone.
+
+All take the weight as ``w`` ``[K, N]``, used as ``x @ w``, and scale or rotate the K input channels: SmoothQuant
+(arXiv:2211.10438), AWQ (arXiv:2306.00978), GPTQ (arXiv:2210.17323), rotation as in QuaRot (arXiv:2404.00456).
+Scales are meant as ``(x / scales) @ (scales[:, None] * w)``, the division folded into whatever produces x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dlm_calibration.formats import (
+    INT4_GROUP_SIZE,
+    QuantisationError,
+    QuantisedWeight,
+    encode,
+    group_amax,
+    quantise_weight,
+    scales_of,
+)
+
+_BATCH = 128  # rows of GPTQ whose errors are carried over one at a time; those behind get them in one product
+_SCALE_LIMIT = 1e4  # smoothing and AWQ scales stay within 1 / this .. this: they are folded into fp16 weights
+_LARGEST_ROTATION = 1024
+
+
+def smooth_scales(activation_channel_amax: np.ndarray, weight_channel_amax: np.ndarray, alpha: float = 0.5) -> np.ndarray:
+    """SmoothQuant's scale for each input channel, fp32 ``[K]``: ``activation_amax ** alpha / weight_amax ** (1 - alpha)``.
+
+    Both ranges ``[K]``; the weight's is the largest over all matrices that read the same x. A channel whose range is zero
+    on either side gets 1. Scales are clipped to 1e-4..1e4. Raises QuantisationError for ranges that are negative or not
+    finite, shapes that differ, and alpha outside 0..1.
+    """
+    if not 0 <= alpha <= 1:
+        raise QuantisationError(f"smoothing strength (alpha) {alpha} is outside 0..1.")
+    ranges = [np.asarray(amax, dtype=np.float64) for amax in (activation_channel_amax, weight_channel_amax)]
+    if ranges[0].ndim != 1 or ranges[0].shape != ranges[1].shape:
+        raise QuantisationError(
+            f"channel ranges of shapes {list(ranges[0].shape)} and {list(ranges[1].shape)} do not belong to one layer."
+        )
+    for whose, values in zip(("activation", "weight"), ranges, strict=True):
+        bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+        if bad.size:
+            raise QuantisationError(
+                f"the {whose} range of channel {bad[0]} is {values[bad[0]]}: it has to be finite, at least 0."
+            )
+    is_live = (ranges[0] > 0) & (ranges[1] > 0)
+    scales = np.ones(ranges[0].shape)
+    scales[is_live] = ranges[0][is_live] ** alpha / ranges[1][is_live] ** (1 - alpha)
+    return np.clip(scales, 1 / _SCALE_LIMIT, _SCALE_LIMIT).astype(np.float32)
+
+
+def awq_scales(
+    rows: np.ndarray, weights: Sequence[np.ndarray], quantise: Callable[[np.ndarray], np.ndarray], grid: int = 20
+) -> tuple[np.ndarray, float, float]:
+    """AWQ's search: ``(scales fp32 [K], loss before, loss after)``, the scales being the best ``mean|x| ** ratio``.
+
+    ``rows`` ``[P, K]`` are inputs that the matrices in ``weights`` (each ``[K, N]``) share, as q, k and v do; ``quantise``
+    gives a matrix back quantised and dequantised. The loss is the mean squared error of the outputs, added over the matrices;
+    ratios 0 (no scaling), 1 / grid .. 1 are tried, and of equal losses the smaller ratio is taken. Channels that rows never
+    use get 1. Raises QuantisationError for shapes that do not match, no rows, and rows that are not finite.
+    """
+    rows = np.asarray(rows, dtype=np.float32)
+    if rows.ndim != 2 or not rows.size or not weights or any(w.ndim != 2 or w.shape[0] != rows.shape[1] for w in weights):
+        shapes = ", ".join(str(list(w.shape)) for w in weights) or "none"
+        raise QuantisationError(
+            f"inputs of shape {list(rows.shape)} do not fit weights of shapes {shapes}: AWQ needs [P, K], [K, N]."
+        )
+    if grid < 1:
+        raise QuantisationError(f"an AWQ grid of {grid} has nothing to search: use at least 1.")
+    magnitude = np.abs(rows).mean(axis=0, dtype=np.float64)
+    if not np.isfinite(magnitude).all():
+        raise QuantisationError(
+            f"the calibration inputs of channel {np.flatnonzero(~np.isfinite(magnitude))[0]} are not finite."
+        )
+
+    def loss(scales: np.ndarray) -> float:
+        total = 0.0
+        for w in weights:
+            w = np.asarray(w, dtype=np.float32)
+            error = rows @ (quantise(w * scales[:, None]) / scales[:, None] - w)
+            total += float(np.mean(np.square(error, dtype=np.float64)))
+        return total
+
+    best = np.ones(rows.shape[1], dtype=np.float32)
+    before = best_loss = loss(best)
+    is_live = magnitude > 0
+    for ratio in np.arange(1, grid + 1) / grid if is_live.any() else ():
+        scales = np.ones(rows.shape[1])
+        scales[is_live] = magnitude[is_live] ** ratio
+        # Centred on 1, as AWQ does it: rounding does not care for the common factor, but fp16 weights do.
+        scales[is_live] /= np.sqrt(scales[is_live].max()) * np.sqrt(scales[is_live].min())
+        candidate = np.clip(scales, 1 / _SCALE_LIMIT, _SCALE_LIMIT).astype(np.float32)
+        candidate_loss = loss(candidate)
+        if candidate_loss < best_loss:
+            best, best_loss = candidate, candidate_loss
+    return best, before, best_loss
+
+
+def gptq(
+    w: np.ndarray,
+    gram: np.ndarray,
+    *,
+    format: str = "int4",
+    group_size: int | None = None,
+    damping: float = 0.01,
+    activation_order: bool = False,
+) -> QuantisedWeight:
+    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least: the rows behind a row make up for its rounding error.
+
+    ``gram`` ``[K, K]`` is the (weighted) sum of ``x^T x`` over the calibration inputs. ``damping`` is the share of its mean
+    diagonal that is added to the diagonal. int4: groups of ``group_size`` rows (128 unless given), each scaled when it begins,
+    from the weights as corrected so far; int8: one scale a column. ``activation_order`` takes the rows by falling energy, with
+    every scale fixed beforehand. An input channel that was always zero is rounded to nearest and corrects nothing.
+
+    Raises QuantisationError for other formats, shapes that do not match, values that are not finite, and a gram matrix that
+    is not positive semi-definite. Time: K^2 N + K^3 multiply-adds; memory: about four float64 [K, K].
+    """
+    if format not in ("int4", "int8"):
+        raise QuantisationError(f"GPTQ is for int4 and int8 here, not {format!r}.")
+    if not damping > 0:
+        raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
+    nearest = quantise_weight(w, format, group_size=group_size)  # checks the rest, and its scales are the static ones
+    rows, columns = nearest.shape
+    size = rows if format == "int8" else group_size or INT4_GROUP_SIZE
+    factor, order = _inverse_factor(gram, rows, damping, activation_order)
+
+    left = np.array(w, dtype=np.float32)[order]  # corrected as we go
+    scales = np.array(nearest.scales, dtype=np.float32).reshape(-1, columns)
+    codes = np.empty_like(nearest.codes)
+    # A group's scale has to see every correction before it, so a batch ends where a group does.
+    batch = _BATCH if format == "int8" or activation_order else size * max(1, _BATCH // size)
+    for start in range(0, rows, batch):
+        stop = min(start + batch, rows)
+        errors = np.empty((stop - start, columns), dtype=np.float32)
+        for i in range(start, stop):
+            group = int(order[i]) // size
+            if format == "int4" and not activation_order and i % size == 0:
+                scales[group] = scales_of(group_amax(left[i : min(i + size, rows)], size)[0], format)
+            row_codes = encode(left[i], scales[group], format)
+            codes[order[i]] = row_codes
+            errors[i - start] = (left[i] - row_codes.astype(np.float32) * scales[group]) / factor[i, i]
+            left[i + 1 : stop] -= factor[i, i + 1 : stop, None] * errors[i - start]
+        left[stop:] -= factor[start:stop, stop:].T @ errors
+    return QuantisedWeight(format, codes, scales[0] if format == "int8" else scales, group_size=nearest.group_size)
+
+
+def hadamard(size: int) -> np.ndarray:
+    """The orthonormal Hadamard matrix (Sylvester's, symmetric) for ``size`` channels, fp32 ``[n, n]``.
+
+    n is the largest power of two that divides size, at most 1024; 1 if size is odd. Raises ValueError if size < 1.
+    """
+    if size < 1:
+        raise ValueError(f"size {size} is not positive")
+    n = min(size & -size, _LARGEST_ROTATION)
+    matrix = np.ones((1, 1), dtype=np.float32)
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix /= np.float32(np.sqrt(n))
+    return matrix
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """``x`` ``[..., K]``, each run of n channels by ``hadamard(K)``, fp32: ``rotate(x) @ rotate_rows(w)`` equals ``x @ w``."""
+    matrix = hadamard(x.shape[-1])
+    blocks = np.asarray(x, dtype=np.float32).reshape(*x.shape[:-1], -1, len(matrix))
+    rotated: np.ndarray = (blocks @ matrix).reshape(x.shape)
+    return rotated
+
+
+def rotate_rows(w: np.ndarray) -> np.ndarray:
+    """``w`` ``[K, N]`` with ``hadamard(K)`` applied to each run of n rows, fp32: the counterpart of ``rotate``."""
+    matrix = hadamard(w.shape[0])
+    blocks = np.asarray(w, dtype=np.float32).reshape(-1, len(matrix), w.shape[1])
+    rotated: np.ndarray = (matrix @ blocks).reshape(w.shape)  # symmetric: its own transpose
+    return rotated
+
+
+def _inverse_factor(gram: np.ndarray, rows: int, damping: float, activation_order: bool) -> tuple[np.ndarray, np.ndarray]:
+    """``(factor, order)``: fp32 upper triangular ``U`` with ``U^T U`` the inverse of the damped gram, its rows in ``order``."""
+    if gram.shape != (rows, rows):
+        raise QuantisationError(
+            f"a gram matrix of shape {list(gram.shape)} does not belong to a weight of {rows} input channels."
+        )
+    hessian = np.array(gram, dtype=np.float64)
+    diagonal = np.einsum("ii->i", hessian)  # a view
+    if not np.isfinite(hessian).all() or (diagonal < 0).any():
+        raise QuantisationError("the gram matrix has values that are not finite, or a negative diagonal: calibrate again.")
+    is_dead = diagonal == 0
+    diagonal[is_dead] = 1  # the rest of its row and column is zero too, or the matrix is no gram matrix
+    diagonal += damping * diagonal[~is_dead].mean() if not is_dead.all() else 0
+    order = np.argsort(-diagonal, kind="stable") if activation_order else np.arange(rows)
+    # With R R^T the hessian and R upper triangular, U is the inverse of R. R is the Cholesky factor of the matrix with rows
+    # and columns reversed, reversed again: one factorisation, where inverting first would need two and lose digits.
+    reverse = order[::-1]
+    try:
+        lower = np.linalg.cholesky(hessian[np.ix_(reverse, reverse)])
+    except np.linalg.LinAlgError as err:
+        raise QuantisationError(
+            f"the gram matrix is not positive definite with damping {damping}: use more inputs, or raise it."
+        ) from err
+    return _inverse_lower(lower)[::-1, ::-1].astype(np.float32), order
+
+
+def _inverse_lower(lower: np.ndarray) -> np.ndarray:
+    """The inverse of a lower triangular matrix: halves inverted by recursion, the corner by two products."""
+    size = len(lower)
+    if size <= 64:
+        return np.tril(np.linalg.inv(lower))
+    half = size // 2
+    inverse = np.zeros_like(lower)
+    inverse[:half, :half] = _inverse_lower(lower[:half, :half])
+    inverse[half:, half:] = _inverse_lower(lower[half:, half:])
+    inverse[half:, :half] = -inverse[half:, half:] @ (lower[half:, :half] @ inverse[:half, :half])
+    return inverse

@@ -1,0 +1,340 @@
+"""The figures of report.html: matplotlib to inline SVG that takes its colours, font and size from the page.
+
+matplotlib draws in placeholder colours, which become the style sheet's variables, so that a figure follows light and dark
+mode; text stays text. Every figure is ``WIDTH`` units wide and carries its numbers in words, for those who hear the page.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from markupsafe import Markup, escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+WIDTH = 360  # units of every figure: about as many pixels on a telephone, so that text of 9 units stays legible
+MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+# What matplotlib draws in -> what the page shows.
+INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
+_COLOURS = {
+    INK: "currentColor",
+    MUTED: "var(--muted)",
+    RULE: "var(--rule)",
+    REFERENCE: "var(--reference)",
+    CANDIDATE: "var(--candidate)",
+}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a layer's name is a dollar sign
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One drawing: inline SVG, its title, how to read it, and its legend as (style sheet class, words)."""
+
+    title: str
+    reading: str
+    legend: list[tuple[str, str]]
+    svg: str
+
+
+def printable(text: str) -> str:
+    """``text`` without what a page must not hold: controls become their pictures, or U+FFFD with the other unfit ones."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
+    # C1 controls, bidirectional overrides (they reorder their surroundings), lone surrogates (UTF-8 has none).
+    return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
+
+
+def finite(value: float | None, otherwise: float) -> float:
+    return float(value) if value is not None and math.isfinite(value) else otherwise
+
+
+def formatted(value: float | None, form: Callable[[float], str]) -> str:
+    if value is None:
+        return MISSING
+    return form(value).replace("-", MINUS) if math.isfinite(value) else "not finite"
+
+
+def as_number(value: float | None, digits: int = 4) -> str:
+    """``value`` to ``digits`` significant digits; an exponent only where the plain form would be long. Integers are exact."""
+
+    def form(number: float) -> str:
+        if isinstance(number, int):
+            return f"{number:,}"
+        if number and not 1e-4 <= abs(number) < 1e6:
+            return f"{number:.{digits - 1}e}"
+        decimals = digits - 1 - math.floor(math.log10(abs(number))) if number else digits - 1
+        return f"{number:,.{max(0, decimals)}f}"
+
+    return formatted(value, form)
+
+
+def as_percent(value: float | None, decimals: int = 1) -> str:
+    """A share as per cent; rounding never turns a share below 1 into 100%, nor one above 0 into 0%."""
+
+    def form(share: float) -> str:
+        text, least = f"{share:.{decimals}%}", 10.0**-decimals
+        if share > 0 and float(text[:-1]) == 0:
+            return f"<{least:.{decimals}f}%"
+        if share < 1 and float(text[:-1]) == 100:
+            return f">{100 - least:.{decimals}f}%"
+        return text
+
+    return formatted(value, form)
+
+
+def as_change(value: float | None) -> str:
+    """A relative change as signed per cent."""
+    return formatted(value, lambda change: f"{change:+.2%}")
+
+
+def as_points(value: float | None) -> str:
+    """A difference of two shares, in signed points."""
+    return formatted(value, lambda difference: f"{100 * difference:+.1f}")
+
+
+def _draw(title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any) -> Figure:
+    """``paint`` on a canvas ``WIDTH`` x ``height``, as SVG without identifiers, colours or fonts of its own."""
+    import matplotlib.style
+    from matplotlib.figure import Figure as Canvas
+
+    buffer = io.StringIO()
+    # Marker and clip paths are named by a hash with this salt: two figures on one page must not share a name.
+    with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": title}]):
+        canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        paint(canvas)
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = buffer.getvalue()
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    body = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->|<title>.*?</title>", "", body, flags=re.DOTALL
+    )
+    # figure_1, axes_1, line2d_1: the same in every figure, and nothing refers to them.
+    body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
+    body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)  # before matplotlib 3.10
+    body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
+    body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
+    body = re.sub(r"\s*\n\s*", "\n", body)
+    head = f'<svg class="chart" role="img" aria-label="{escape(printable(description))}" viewBox="0 0 {WIDTH} {height:g}">'
+    return Figure(title=title, svg=Markup(f"{head}<title>{escape(title)}</title>{body}"), **words)
+
+
+def _numbers(values: Iterable[float | None]) -> np.ndarray:
+    """fp64 with NaN, which matplotlib leaves out, for whatever is missing or not finite."""
+    return np.array([finite(value, math.nan) for value in values], dtype=float)
+
+
+def _label(layer: str) -> str:
+    """A layer's name in at most 27 characters that every font has."""
+    layer = "".join(letter if " " <= letter <= "~" else "?" for letter in layer)
+    return layer if len(layer) <= 27 else f"{layer[:12]}…{layer[-14:]}"
+
+
+def _layer_axis(axes: Axes, layers: Sequence[str]) -> None:
+    """One row a layer, the first on top, names at the left."""
+    axes.set_yticks(range(len(layers)), [_label(layer) for layer in layers], fontsize=9.5)
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def sensitivity(row: Mapping[str, Any]) -> float:
+    return finite(row["frontier_kl"] if row["frontier_kl"] is not None else row["kl"], 0.0)
+
+
+def draw_loss(judgement: Mapping[str, Any]) -> Figure:
+    """Masked cross-entropy of both by mask ratio, and beneath it the increase with its 95% interval."""
+    rows, floor = judgement["buckets"], judgement["noise_floor"]
+    ratios = [row["mask_ratio"] for row in rows]
+    ours, theirs = (_numbers(row[f"{who}_ce"] for row in rows) for who in ("candidate", "reference"))
+    increase = 100 * _numbers(row["ce_increase"] for row in rows)
+    bounds = 100 * np.array([_numbers(row["ce_increase_interval"] or (None, None)) for row in rows])
+
+    def paint(canvas: Canvas) -> None:
+        top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
+        top.set_title("Masked cross-entropy, nats a position")
+        top.plot(ratios, ours, "o-", color=CANDIDATE)
+        # On top and larger: the two mostly coincide, and a ring around a dot shows both.
+        top.plot(ratios, theirs, "o--", color=REFERENCE, markerfacecolor="none", markersize=8, linewidth=1)
+        top.set_ylim(0, 1.12 * max(finite(loss, 0.0) for loss in (*ours, *theirs)) or 1.0)
+        bottom.set_title("Increase, %")
+        bottom.axhline(0, color=MUTED, linewidth=0.8)
+        if floor is not None and floor["ce_increase"] is not None and math.isfinite(floor["ce_increase"]):
+            bottom.axhline(100 * floor["ce_increase"], color=REFERENCE, linewidth=1, linestyle=":")
+        bottom.vlines(ratios, bounds[:, 0], bounds[:, 1], color=CANDIDATE, linewidth=1.4)
+        bottom.plot(ratios, increase, "o", color=CANDIDATE)
+        bottom.set_xlabel("mask ratio: share of the positions still masked")
+        bottom.set_xlim(0, 1)
+
+    reading = "Above, the loss at each mask ratio; below, its increase over the reference with 95% bootstrap intervals."
+    legend = [("reference", judgement["reference"]), ("candidate", judgement["candidate"])]
+    if floor is not None:
+        legend.append(("floor", "increase within the noise floor"))
+    values = ", ".join(f"{row['mask_ratio']:g}: {as_change(row['ce_increase'])}" for row in rows)
+    description = f"Increase of the masked cross-entropy by mask ratio. {values}."
+    return _draw("Loss by mask ratio", description, 268, paint, reading=reading, legend=legend)
+
+
+def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
+    """Largest input per mask-ratio bucket, over the layer's smallest bucket: a row a layer, darker is larger."""
+    ranges = np.array([_numbers(row["by_bucket"]) for row in layers])
+    ranges[ranges <= 0] = math.nan
+    smallest = np.array([np.min(row[np.isfinite(row)], initial=math.inf) for row in ranges])
+    times = ranges / smallest[:, None]
+    strongest = max(2.0, float(np.max(times[np.isfinite(times)], initial=1.0)))
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        for (row, bucket), value in np.ndenumerate(times):
+            seen = math.isfinite(value)
+            alpha = 0.07 + 0.9 * math.log(value) / math.log(strongest) if seen else 1.0
+            cell: dict[str, Any] = (
+                {"facecolor": CANDIDATE, "alpha": alpha} if seen else {"fill": False, "edgecolor": RULE, "linewidth": 0.7}
+            )
+            axes.bar(bucket + 0.5, 0.86, 0.94, row - 0.43, **cell)
+        for row, layer in enumerate(layers):
+            axes.text(10.2, row, formatted(layer["drift"], lambda drift: f"{drift:.3g} {TIMES}"), va="center", fontsize=9.5)
+        axes.grid(False)
+        axes.set_xlim(0, 11.6)
+        axes.set_xticks((0, 5, 10), ("0", "mask ratio", "1"))
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(axis="x", length=0)
+        _layer_axis(axes, [layer["layer"] for layer in layers])
+
+    reading = (
+        "Largest absolute input in each tenth of the mask ratio, over the layer's smallest; the number is the drift. "
+        "Clean text, without masks, says little about the right."
+    )
+    values = ", ".join(f"{row['layer']} {as_number(row['drift'], 3)} times" for row in layers[:5])
+    description = f"Range drift of the layers' inputs over the mask ratio, largest first: {values}."
+    return _draw("Range drift by layer", description, 40 + 18 * len(layers), paint, reading=reading, legend=[])
+
+
+def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
+    """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
+    frontier, everywhere = _numbers(row["frontier_kl"] for row in layers), _numbers(row["kl"] for row in layers)
+    known = np.concatenate([frontier, everywhere])
+    is_log = bool(np.all(known[np.isfinite(known)] > 0))
+
+    def paint(canvas: Canvas) -> None:
+        from matplotlib.ticker import LogLocator
+
+        axes = canvas.subplots()
+        rows = np.arange(len(layers))
+        axes.hlines(rows, frontier, everywhere, color=RULE, linewidth=2)
+        axes.plot(everywhere, rows, "o", color=REFERENCE, markerfacecolor="none")
+        axes.plot(frontier, rows, "o", color=CANDIDATE)
+        if is_log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6))
+            axes.xaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
+            axes.minorticks_off()
+        axes.set_xlabel("KL, nats" + (" (logarithmic)" if is_log else ""))
+        _layer_axis(axes, [f"{row['layer']}" for row in layers])
+
+    legend = [("candidate", "at the frontier"), ("reference hollow", "all masked positions")]
+    reading = "Divergence from the reference when this layer alone is quantised; the costliest at the frontier come first."
+    values = ", ".join(f"{row['layer']} {as_number(sensitivity(row), 3)}" for row in layers[:5])
+    description = f"KL of each layer quantised alone, largest first: {values}."
+    return _draw("Sensitivity by layer", description, 48 + 18 * len(layers), paint, reading=reading, legend=legend)
+
+
+def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
+    """Passes a prompt took, both as histograms over the same bins."""
+    free = judgement["free_running"]
+    theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
+    first, last = min(theirs.min(), ours.min()), max(theirs.max(), ours.max())
+    edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
+    edges = np.append(edges, edges[-1] + 1) if edges[-1] <= last else edges
+
+    def paint(canvas: Canvas) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = canvas.subplots()
+        axes.set_title("Prompts")
+        axes.hist(ours, bins=edges.tolist(), color=CANDIDATE, alpha=0.35)
+        axes.hist(theirs, bins=edges.tolist(), histtype="step", color=REFERENCE, linewidth=1.6)
+        for values, colour, line in ((theirs, REFERENCE, "--"), (ours, CANDIDATE, "-")):
+            axes.axvline(float(values.mean()), color=colour, linestyle=line, linewidth=1.2)
+        axes.set_xlim(min(first - 1, last - 4), max(last + 1, first + 4))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        axes.set_xlabel("passes (NFE) a prompt")
+
+    means = [
+        f"{name}, mean {as_number(float(nfe.mean()), 3)}" for name, nfe in zip(_names(judgement), (theirs, ours), strict=True)
+    ]
+    legend = [("reference", means[0]), ("candidate", means[1])]
+    reading = "How many passes each prompt took at the same policy; the vertical lines are the means."
+    description = f"Histogram of passes a prompt: {means[0]}; {means[1]}."
+    return _draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
+
+
+def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
+    return judgement["reference"], judgement["candidate"]
+
+
+def draw_threshold(refit: Mapping[str, Any]) -> Figure:
+    """The candidate's quality against its passes as the threshold moves, with the operating points."""
+    curve = sorted(refit["curve"], key=lambda point: point["threshold"])
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        axes.set_title("Quality" + (": task score" if refit["quality"] == "task" else ": agreement with one token a pass"))
+        axes.plot([p["nfe"] for p in curve], [p["quality"] for p in curve], ".-", color=CANDIDATE, linewidth=1, alpha=0.7)
+        axes.axhline(refit["reference"]["quality"], color=REFERENCE, linestyle=":", linewidth=1)
+        for name, marker, colour, fill in (
+            ("reference", "s", REFERENCE, "none"),
+            ("original", "o", CANDIDATE, "none"),
+            ("refitted", "D", CANDIDATE, CANDIDATE),
+        ):
+            axes.plot(refit[name]["nfe"], refit[name]["quality"], marker, color=colour, markerfacecolor=fill, markersize=7.5)
+        named = refit["refitted"]
+        reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
+        # The curve's ends are named too where their words do not fall on the re-fitted point's.
+        for point in (named, *(end for end in (curve[0], curve[-1]) if abs(end["nfe"] - named["nfe"]) > 0.15 * reach)):
+            at = (point["nfe"], point["quality"])
+            axes.annotate(f"{point['threshold']:g}", at, (5, -12), textcoords="offset points", fontsize=9.5)
+        axes.margins(x=0.08, y=0.12)
+        axes.set_xlabel("passes (NFE) a prompt")
+
+    legend = [
+        ("reference square", "reference"),
+        ("candidate hollow", "candidate, original"),
+        ("candidate diamond", "re-fitted"),
+    ]
+    reading = "The candidate at each threshold (numbers); the dotted line is the quality to give back, further left is faster."
+    description = "; ".join(
+        f"{name}: threshold {p['threshold']:g}, quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
+        for name, p in ((name, refit[name]) for name in ("reference", "original", "refitted"))
+    )
+    return _draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)

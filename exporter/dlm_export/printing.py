@@ -1,0 +1,215 @@
+"""What commands print: tables and JSON on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from dlm_export.auto import CurvePoint
+    from dlm_export.build import BuildReport
+    from dlm_export.judge import Judgement
+    from dlm_export.threshold import Refit
+    from dlm_export.verify import Parity
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        is_number = i > 0 and all(row[i][:1].isdigit() for row in rows)
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # Piped output keeps whole lines: a log is wider than a terminal.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+class Bars:
+    """Progress as one rich bar a stage, on stderr; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description:16}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>4.0f}%"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._task: Any = None
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, stage: str, total: int) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, completed=self._progress.tasks[self._task].total)
+        self._task = self._progress.add_task(stage, total=total)
+
+    def advance(self, units: int = 1) -> None:
+        self._progress.advance(self._task, units)
+
+
+def print_build(report: BuildReport) -> None:
+    print_table("Stages", ["", "seconds"], [[name, f"{seconds:.2f}"] for name, seconds in report.stages_s.items()])
+    print_table(
+        f"Wrote {report.output}", ["", "size"], [[name, format_bytes(size)] for name, size in report.files_bytes.items()]
+    )
+    for warning in report.warnings:
+        click.echo(f"Warning: {warning}", err=True)
+    if report.curve:
+        print_curve(report.curve)
+    if report.judgement is not None:
+        print_judgement(report.judgement)
+    if report.threshold is not None:
+        print_threshold(report.threshold)
+    if report.simulated:
+        click.echo(f"Simulated: this target computes {report.precision} in fp32 on quantised values, exact but no faster.")
+    if report.parity is None:
+        click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
+    else:
+        worst = max(row.relative for row in report.parity.graph)
+        equal = sum(row.canvases_equal for row in report.parity.loop)
+        total = sum(row.canvases for row in report.parity.loop)
+        click.echo(f"Parity with PyTorch: logits within {worst:.1e} of their range, {equal} of {total} canvases equal")
+
+
+def print_parity(parity: Parity) -> None:
+    rows = [
+        [
+            f"{row.mask_ratio:.2f}",
+            f"{row.worst_difference:.2e}",
+            f"{row.relative:.1e}",
+            f"{row.argmax_equal}/{row.rows}",
+            str(row.argmax_ties),
+        ]
+        for row in parity.graph
+    ]
+    print_table("Graph against PyTorch", ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"], rows)
+    rows = [
+        [row.name, f"{row.canvases_equal}/{row.canvases}", str(row.nfe), "yes" if row.nfe_equal else "no"]
+        for row in parity.loop
+    ]
+    print_table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
+    limit = parity.tolerance.relative
+    share = f"{parity.tolerance.agreement:.0%} of canvases equal"
+    verdict = "FAILS" if parity.misses else "Holds"
+    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.0e} of their range, {share})")
+
+
+def print_judgement(judgement: Judgement) -> None:
+    """What quantisation costs: a table a mask-ratio bucket, then one line for each kind of figure."""
+    columns = [
+        "mask ratio",
+        "positions",
+        "cross-entropy",
+        "reference",
+        "change",
+        "95% interval",
+        "top-1",
+        "top-5",
+        "KL",
+        "KL p95",
+    ]
+    rows = [_loss_row(f"{bucket['mask_ratio']:.2f}", bucket) for bucket in judgement.buckets]
+    print_table(f"{judgement.candidate} against {judgement.reference}", columns, [*rows, _loss_row("all", judgement.overall)])
+    frontier, free = judgement.frontier, judgement.free_running
+    click.echo(
+        f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
+        f"Jaccard of the committed sets {frontier['jaccard']:.3f}"
+    )
+    click.echo(
+        f"Free running, {free['prompts']} prompts: {free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}, "
+        f"NFE ratio {_shown(free['nfe_ratio'], '.3f')}"
+    )
+    if (task := free["task"]) is not None:
+        click.echo(f"Answers right: {task['candidate']:.1%}, the reference {task['reference']:.1%}")
+    if (floor := judgement.noise_floor) is not None:
+        click.echo(
+            f"For comparison, bf16: cross-entropy {_shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
+        )
+    for budget in judgement.budgets:
+        verdict = "holds" if budget["passed"] else "MISSED"
+        click.echo(f"Budget {budget['name']} {budget['limit']:g}: {_shown(budget['value'], '.4g')}, {verdict}")
+
+
+def _loss_row(name: str, row: Mapping[str, Any]) -> list[str]:
+    interval = row["ce_increase_interval"]
+    return [
+        name,
+        str(row["positions"]),
+        _shown(row["candidate_ce"], ".4f"),
+        _shown(row["reference_ce"], ".4f"),
+        _shown(row["ce_increase"], "+.2%"),
+        "" if interval is None else f"{interval[0]:+.2%} {interval[1]:+.2%}",
+        _shown(row["top1"], ".4f"),
+        _shown(row["top5"], ".4f"),
+        _shown(row["kl_mean"], ".1e"),
+        _shown(row["kl_p95"], ".1e"),
+    ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def print_curve(curve: Sequence[CurvePoint]) -> None:
+    """The trade-off that ``--precision auto`` chose from: measured points, and some between."""
+    step = max(1, len(curve) // 12)
+    shown = [point for i, point in enumerate(curve) if point.chosen or point.ce_increase is not None or i % step == 0]
+    rows = [
+        [
+            format_bytes(point.weight_bytes),
+            f"{point.predicted_kl:.2e}",
+            _shown(point.ce_increase, "+.2%"),
+            ", ".join(f"{count} {name}" for name, count in sorted(point.formats.items())),
+            "chosen" if point.chosen else "",
+        ]
+        for point in shown
+    ]
+    print_table("Trade-off", ["weights", "predicted KL", "cross-entropy", "layers", ""], rows)
+
+
+def print_threshold(refit: Refit) -> None:
+    """The re-fitted threshold, with what it gives and costs."""
+    found = refit.as_dict()
+    reference, original, refitted = found["reference"], found["original"], found["refitted"]
+    kept = (
+        "gives the reference's quality back"
+        if found["reached"]
+        else "comes nearest to the reference's quality; none reaches it"
+    )
+    figures = "; ".join(
+        f"{name} {point['quality']:.3f} in {point['nfe']:.2f} passes"
+        for name, point in (
+            (f"{found['quality']} there", refitted),
+            (f"at {original['threshold']:g}", original),
+            ("the reference", reference),
+        )
+    )
+    click.echo(f"Threshold of {found['preset']}: {refitted['threshold']:g} {kept} ({figures})")

@@ -1,0 +1,314 @@
+"""Quantised layers in the graph: a MatMul's operands are replaced, everything around it stays.
+
+Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a weight's name. Weights are
+declared here with shape and type only; ``graph.write`` asks for them one at a time.
+
+==============  ========================================================================================================
+int8-dynamic    DynamicQuantizeLinear, MatMulInteger, one scale a column: integer arithmetic on a CPU
+int8-static     QuantizeLinear, DequantizeLinear on the input (uint8 around 128), DequantizeLinear on the weight
+int4            DequantizeLinear on the weight, groups along the input; activations stay
+fp8             as int8-static, in E4M3
+nvfp4           the CPU's exactly equal image: packed E2M1 codes looked up in a table of 16, times E4M3 group scale, times
+                the tensor's fp32 scale; the input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that
+                round to E2M1 by steps
+==============  ========================================================================================================
+
+The engine folds what depends on constants only, so an image costs its size on disk but no time in a pass.
+Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset 23); NVFP4's arithmetic follows NVIDIA's two-level scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from dlm_calibration.formats import E2M1_VALUES, activation_scale
+from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+from dlm_calibration.solvers import hadamard
+from dlm_export.denoiser import Capabilities
+from dlm_export.graph import LAYER_KEY, OPSET, Graph
+from dlm_runtime.errors import DlmError
+
+DOMAIN = "dlm_export"
+NVFP4_FUNCTION = "NVFP4QuantizeDequantize"
+F8 = ir.DataType.FLOAT8E4M3FN
+
+
+class QuantiseError(DlmError):
+    """A layer cannot be quantised as asked."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an initialiser of a quantised graph holds: ``codes``, ``scales`` or ``global_scale`` of a layer's weight."""
+
+    layer: str
+    part: str
+
+
+def linear_layers(capabilities: Capabilities) -> dict[str, tuple[int, int]]:
+    """Module path -> ``(inputs, outputs)`` of every matrix multiplication by a weight of its own, in order of the pass."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in capabilities.parameter_shapes().items()
+        if len(shape) == 2 and name != "embed.weight"
+    }
+
+
+def _weight(node: ir.Node) -> ir.Value | None:
+    if node.op_type != "MatMul" or node.inputs[1] is None or not node.inputs[1].is_initializer():
+        return None
+    return node.inputs[1]
+
+
+def check(layers: Mapping[str, tuple[int, int]], formats: Mapping[str, str]) -> None:
+    """Raises QuantiseError for a layer whose shape does not suit its format."""
+    for layer, name in formats.items():
+        inputs, _ = layers[layer]
+        if FORMATS[name].weights == "nvfp4" and inputs % 16:
+            raise QuantiseError(
+                f"{layer}: NVFP4 has groups of 16, and {inputs} inputs are no multiple. Give it another format in a recipe."
+            )
+
+
+def rewrite(
+    traced: Graph,
+    formats: Mapping[str, str],
+    amax: Mapping[str, float],
+    *,
+    rotated: Mapping[str, int] | None = None,
+    embedding: str | None = None,
+) -> dict[str, Part]:
+    """Quantise the layers of a traced fp32 graph in place; returns what its new initialisers hold, by name.
+
+    ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs, ``rotated`` the size of
+    the Hadamard matrix that turns a layer's input.
+    """
+    writer = _Writer(traced)
+    wanted = {layer for layer, name in formats.items() if name != HIGH}
+    for node in list(traced.model.graph):
+        layer = node.metadata_props.get(LAYER_KEY, "")
+        weight = _weight(node)
+        if weight is None:
+            if embedding is not None and node.op_type == "Gather" and layer == "embed":
+                writer.embedding(node, embedding)
+            continue
+        turned = (rotated or {}).get(layer)
+        if turned is not None:
+            writer.rotate(node, turned)
+        chosen = FORMATS[formats.get(layer, HIGH)]
+        if chosen.weights is not None:
+            writer.layer(node, layer, chosen, amax.get(layer))
+            wanted.remove(layer)
+    assert not wanted, f"not in the graph: {wanted}"
+    unused = [name for name, value in traced.model.graph.initializers.items() if not value.uses()]
+    for name in unused:
+        del traced.model.graph.initializers[name]
+    return writer.parts
+
+
+class _Writer:
+    def __init__(self, traced: Graph) -> None:
+        self.graph = traced.model.graph
+        self.model = traced.model
+        self.parts: dict[str, Part] = {}
+        self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
+
+    def nodes(self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]) -> ir.Value:
+        """Insert operators before a node, each taking its inputs from ``specs``; a None first input is the one before."""
+        out: ir.Value | None = None
+        for op, inputs, attributes in specs:
+            out = self.node(before, layer, op, [out if value is None else value for value in inputs], attributes)[0]
+        assert out is not None
+        return out
+
+    def node(
+        self, before: ir.Node, layer: str, op: str, inputs: list[ir.Value | None], attributes: dict[str, Any], outputs: int = 1
+    ) -> tuple[ir.Value, ...]:
+        domain, _, op_type = op.rpartition("::")
+        made = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, metadata_props={LAYER_KEY: layer})
+        self.graph.insert_before(before, made)
+        return tuple(made.outputs)
+
+    def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+        """An initialiser that ``graph.write`` will ask for."""
+        name = f"{layer}.weight.{part}"
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        self.graph.initializers[name] = value
+        self.parts[name] = Part(layer, part)
+        return value
+
+    def constant(self, name: str, array: Any) -> ir.Value:
+        """A small initialiser inside the graph's own file, one a name."""
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(np.asarray(array), name=name)
+            value = ir.Value(name=name, shape=ir.Shape(np.shape(array)), type=ir.TensorType(tensor.dtype), const_value=tensor)
+            self.graph.initializers[name] = value
+        return self.graph.initializers[name]
+
+    def layer(self, node: ir.Node, layer: str, chosen: LayerFormat, amax: float | None) -> None:
+        x, w = node.inputs
+        assert x is not None
+        assert w is not None
+        assert w.shape is not None
+        K, N = (int(size) for size in w.shape)  # type: ignore[arg-type]
+        if chosen.activations == "int8" and not chosen.is_static:
+            self.int8_dynamic(node, layer, x, K, N)
+            return
+        if chosen.activations is not None:
+            assert amax is not None, layer
+            node.replace_input_with(0, self.activation(node, layer, x, chosen.activations, amax))
+        node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
+
+    def int8_dynamic(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
+        key = (id(x), "int8-dynamic", None)
+        if key not in self._inputs:
+            self._inputs[key] = self.node(node, layer, "DynamicQuantizeLinear", [x], {}, outputs=3)
+        codes, scale, zero = self._inputs[key]
+        weight = self.weight(layer, "codes", (K, N), ir.DataType.INT8)
+        scales = self.weight(layer, "scales", (N,), ir.DataType.FLOAT)
+        product = self.nodes(
+            node,
+            layer,
+            ("MatMulInteger", [codes, weight, zero], {}),
+            ("Cast", [None], {"to": ir.DataType.FLOAT}),
+        )
+        both = self.nodes(node, layer, ("Mul", [scale, scales], {}))
+        result = self.nodes(node, layer, ("Mul", [product, both], {}))
+        old = node.outputs[0]
+        name, result.shape, result.type = old.name, old.shape, old.type
+        old.replace_all_uses_with(result, replace_graph_outputs=True)
+        result.name, old.name = name, None
+        self.graph.remove(node, safe=True)
+
+    def activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
+        """The input, quantised and dequantised; layers that share an input and its range share the nodes."""
+        key = (id(x), number_format, amax)
+        if key not in self._inputs:
+            self._inputs[key] = (self._activation(node, layer, x, number_format, amax),)
+        return self._inputs[key][0]
+
+    def _activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
+        scale = self.constant(f"{layer}.input_scale", activation_scale(number_format, amax))
+        if number_format == "nvfp4":
+            self._declare_function()
+            return self.nodes(node, layer, (f"{DOMAIN}::{NVFP4_FUNCTION}", [x, scale], {}))
+        if number_format == "fp8":
+            zero = self.constant("zero.fp8", np.zeros((), ml_dtypes.float8_e4m3fn))
+        else:
+            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in more; the values are the same.
+            zero = self.constant("zero.uint8", np.uint8(128))
+        return self.nodes(
+            node,
+            layer,
+            ("QuantizeLinear", [x, scale, zero], {}),
+            ("DequantizeLinear", [None, scale, zero], {}),
+        )
+
+    def dequantised(self, node: ir.Node, layer: str, chosen: LayerFormat, K: int, N: int) -> ir.Value:
+        if chosen.weights == "int4":
+            assert chosen.group_size is not None
+            codes = self.weight(layer, "codes", (K, N), ir.DataType.INT4)
+            scales = self.weight(layer, "scales", (-(-K // chosen.group_size), N), ir.DataType.FLOAT)
+            options = {"axis": 0, "block_size": chosen.group_size}
+            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], options))
+        if chosen.weights in ("int8", "fp8"):
+            codes = self.weight(layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8)
+            scales = self.weight(layer, "scales", (N,), ir.DataType.FLOAT)
+            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], {"axis": 1}))
+        assert chosen.weights == "nvfp4"
+        codes = self.weight(layer, "codes", (N, K), ir.DataType.UINT4)
+        scales = self.weight(layer, "scales", (N, K // 16), F8)
+        global_scale = self.weight(layer, "global_scale", (), ir.DataType.FLOAT)
+        group_scales = self.nodes(
+            node,
+            layer,
+            ("Cast", [scales], {"to": ir.DataType.FLOAT}),
+            ("Mul", [None, global_scale], {}),
+            ("Unsqueeze", [None, self.constant("axis.2", np.array([2], np.int64))], {}),
+        )
+        return self.nodes(
+            node,
+            layer,
+            ("Cast", [codes], {"to": ir.DataType.INT32}),
+            ("Gather", [self.constant("e2m1", E2M1_VALUES), None], {}),
+            ("Reshape", [None, self.constant("shape.groups", np.array([0, -1, 16], np.int64))], {}),
+            ("Mul", [None, group_scales], {}),
+            ("Reshape", [None, self.constant("shape.matrix", np.array([0, -1], np.int64))], {}),
+            ("Transpose", [None], {"perm": [1, 0]}),
+        )
+
+    def rotate(self, node: ir.Node, size: int) -> None:
+        layer, x = node.metadata_props[LAYER_KEY], node.inputs[0]
+        split = self.constant(f"shape.hadamard.{size}", np.array([0, 0, -1, size], np.int64))
+        whole = self.constant("shape.features", np.array([0, 0, -1], np.int64))
+        rotated = self.nodes(
+            node,
+            layer,
+            ("Reshape", [x, split], {}),
+            ("MatMul", [None, self.constant(f"hadamard.{size}", hadamard(size))], {}),
+            ("Reshape", [None, whole], {"allowzero": 0}),
+        )
+        # The last axis came out as -1 of unknown size: MatMul finds it again from the weight.
+        node.replace_input_with(0, rotated)
+
+    def embedding(self, node: ir.Node, number_format: str) -> None:
+        """The table as codes and a scale a row; every use of it, a tied head's too, takes the dequantised one."""
+        table = node.inputs[0]
+        assert table is not None
+        assert table.shape is not None
+        V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
+        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if number_format == "int8" else F8)
+        scales = self.weight("embed", "scales", (V, 1), ir.DataType.FLOAT)
+        first = next(iter(self.graph))
+        whole = self.nodes(first, "embed", ("Cast", [codes], {"to": ir.DataType.FLOAT}), ("Mul", [None, scales], {}))
+        table.replace_all_uses_with(whole)
+
+    def _declare_function(self) -> None:
+        identifier = (DOMAIN, NVFP4_FUNCTION, "")
+        if identifier not in self.model.functions:
+            self.model.functions[identifier] = _nvfp4_function()
+            self.graph.opset_imports[DOMAIN] = 1
+
+
+def _nvfp4_function() -> ir.Function:
+    """``(x [.., K], scale) -> x`` in NVFP4: E2M1 in groups of 16 along K, E4M3 group scales, one fp32 scale.
+
+    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below 4, of 2 above: Round
+    goes to the even multiple, which is the even E2M1 code.
+    """
+    nodes: list[ir.Node] = []
+
+    def op(op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        nodes.append(ir.node(op_type, list(inputs), attributes))
+        return nodes[-1].outputs[0]
+
+    def constant(value: Any) -> ir.Value:
+        return op("Constant", value=ir.tensor(np.asarray(value)))
+
+    x, scale = ir.Value(name="x"), ir.Value(name="scale")
+    f32 = {"to": ir.DataType.FLOAT}
+    groups = op("Reshape", x, constant(np.array([0, 0, -1, 16], np.int64)))
+    amax = op("ReduceMax", op("Abs", groups), constant(np.array([-1], np.int64)), keepdims=1)
+    wanted = op("Div", amax, op("Mul", scale, constant(np.float32(6))))
+    is_zero = op("Equal", wanted, constant(np.float32(0)))
+    wanted = op("Where", is_zero, constant(np.float32(1)), wanted)
+    clipped = op("Clip", wanted, constant(np.float32(2.0**-9)), constant(np.float32(448)))
+    group_scale = op("Mul", op("Cast", op("Cast", clipped, to=F8), **f32), scale)
+    scaled = op("Clip", op("Div", groups, group_scale), constant(np.float32(-6)), constant(np.float32(6)))
+    size = op("Abs", scaled)
+    above = op("Where", op("Less", size, constant(np.float32(4))), constant(np.float32(1)), constant(np.float32(2)))
+    step = op("Where", op("Less", size, constant(np.float32(2))), constant(np.float32(0.5)), above)
+    rounded = op("Mul", op("Round", op("Div", scaled, step)), step)
+    result = op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))
+    result.name = "y"
+    return ir.Function(
+        DOMAIN, NVFP4_FUNCTION, graph=ir.Graph([x, scale], [result], nodes=nodes, opset_imports={"": OPSET}), attributes=[]
+    )

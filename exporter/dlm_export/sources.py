@@ -1,0 +1,108 @@
+"""What a bundle is built from: a checkpoint folder, or a bundle in full precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+import dlm_runtime
+from dlm_export import families, graph, tokenizer
+from dlm_export.bundle import MANIFEST_FILE
+from dlm_export.checkpoint import Checkpoint, CheckpointError
+from dlm_export.denoiser import Capabilities
+from dlm_export.families.base import Overrides, Parameters
+from dlm_export.tokenizer import TokenizerFiles
+from dlm_runtime.policy import PRESETS, Policy
+
+
+@dataclass(frozen=True)
+class Source:
+    """A denoiser to build from, with the text files and loops that go along."""
+
+    path: Path
+    capabilities: Capabilities
+    parameters: Parameters
+    text: TokenizerFiles
+    presets: dict[str, Policy]
+    default_preset: str
+    notes: tuple[str, ...] = ()
+    """What was left out of a checkpoint, for people."""
+
+
+def open_source(path: Path, overrides: Overrides | None = None) -> Source:
+    """Open a checkpoint, or a bundle in fp32 or fp16. Raises CheckpointError, BundleError."""
+    if (path / MANIFEST_FILE).is_file():
+        return _open_bundle(path, overrides or Overrides())
+    checkpoint = Checkpoint(path)
+    capabilities = families.read_capabilities(checkpoint, overrides or Overrides())
+    weights = families.Weights(checkpoint, capabilities)
+    text = tokenizer.read(checkpoint, capabilities)
+    family = families.FAMILIES[capabilities.family]
+    return Source(path, capabilities, weights, text, dict(PRESETS), family.default_preset, tuple(weights.notes))
+
+
+class BundleParameters:
+    """The initialisers of a full-precision bundle's graph under the denoiser's parameter names."""
+
+    def __init__(self, folder: Path, capabilities: Capabilities) -> None:
+        """Raises CheckpointError if the graph lacks a parameter or has it in another shape."""
+        self.path = folder / graph.GRAPH_FILE
+        self._tensors = {
+            name: value.const_value
+            for name, value in ir.load(self.path).graph.initializers.items()
+            if value.const_value is not None
+        }
+        for name, shape in capabilities.parameter_shapes().items():
+            found = tuple(self._tensors[name].shape) if name in self._tensors else None
+            if found != shape:
+                raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
+
+    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+        tensor = self._tensors[parameter]
+        array = np.array(tensor.numpy(), dtype=dtype)
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.release()  # unmaps the file
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{self.path}: {parameter} holds NaN or infinite weights")
+        return array
+
+
+def _open_bundle(path: Path, overrides: Overrides) -> Source:
+    # Opening it checks the manifest, sizes and hashes: what is read below is what was written.
+    with dlm_runtime.open(path, threads=1) as bundle:
+        manifest = bundle.manifest
+        presets = {name: bundle.policy(name) for name in manifest["presets"]}
+    precision = manifest["precision"]["name"]
+    if precision not in graph.PRECISIONS:
+        raise CheckpointError(
+            f"{path}: is quantised already ({precision}). Start from the checkpoint, or from a bundle in "
+            f"{' or '.join(graph.PRECISIONS)}."
+        )
+    if overrides != Overrides():
+        raise CheckpointError(f"{path}: a bundle's mask token and canvas stay as they were built; start from the checkpoint")
+    capabilities = capabilities_of(manifest)
+    chat = manifest.get("chat_template")
+    name = manifest.get("tokenizer")
+    text = TokenizerFiles(
+        None if name is None else (path / name).read_text(encoding="utf-8"),
+        None if chat is None else (path / chat["file"]).read_text(encoding="utf-8"),
+        {} if chat is None else chat["special_tokens"],
+    )
+    return Source(path, capabilities, BundleParameters(path, capabilities), text, presets, manifest["default_preset"])
+
+
+def capabilities_of(manifest: dict[str, Any]) -> Capabilities:
+    """The capability record that a bundle's manifest keeps."""
+    tokens = manifest["tokens"]
+    known = manifest["denoiser"] | {
+        "family": manifest["family"],
+        "architecture": manifest["architecture"],
+        "mask_token_id": tokens["mask"],
+        "eos_token_ids": tuple(tokens["eos"]),
+        "pad_token_id": tokens["pad"],
+    }
+    return Capabilities(**{field.name: known[field.name] for field in fields(Capabilities)})

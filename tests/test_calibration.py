@@ -1,0 +1,634 @@
+"""Calibration data, the states made of it, and what observers learn from a layer's inputs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from conftest import DEMO_CHECKPOINT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_calibration.errors import CalibrationError
+from dlm_calibration.observers import SMALLEST_AMAX, Observer, Observers
+from dlm_calibration.states import (
+    MASK_RATIOS,
+    TRAJECTORY_POINTS,
+    Sample,
+    State,
+    builtin_samples,
+    make_states,
+    mask_share,
+    read_samples,
+    samples_sha256,
+)
+from dlm_runtime.tokenizer import Tokenizer
+
+EOS, MASK, USER, ASSISTANT = range(4)  # the demo's
+LIMITS: dict[str, int] = {"eos_token_id": EOS, "max_canvas_length": 512}
+HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
+METHODS = ("max", "percentile", "mse", "entropy")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """The demo's: puts user and assistant tokens around a prompt, and has a chat template that does the same."""
+    loaded = tokenizers.Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
+    config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return Tokenizer(loaded, config["chat_template"], {"eos_token": config["eos_token"]})
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+# --- Samples ---
+
+
+def test_prompt_and_completion_become_a_wrapped_prompt_plain_completion_and_one_eos(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "data.jsonl", {"prompt": "call amir", "completion": '{"name":"call"}', "id": 7})
+    (sample,) = read_samples(path, tokenizer, **LIMITS)
+    prompt = tokenizer.encode("call amir")
+    assert (prompt[0], prompt[-1]) == (USER, ASSISTANT)
+    assert sample.tokens.tolist() == [*prompt, *tokenizer.encode_plain('{"name":"call"}'), EOS]
+    assert sample.tokens.dtype == np.int64
+    assert not {USER, ASSISTANT} & set(sample.tokens[len(prompt) :].tolist())
+    assert (sample.prompt_length, sample.prompt, sample.answer) == (len(prompt), "call amir", '{"name":"call"}')
+
+
+def test_the_last_message_of_the_assistant_is_the_completion(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "call amir"},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": "thanks"},
+    ]
+    (sample,) = read_samples(write(tmp_path / "chat.jsonl", {"messages": chat}), tokenizer, **LIMITS)
+    prompt = tokenizer.encode_chat(chat[:3])
+    assert sample.tokens.tolist() == [*prompt, *tokenizer.encode_plain("done"), EOS]
+    assert sample.prompt_length == len(prompt)
+    assert sample.answer == "done"
+    assert sample.prompt is not None
+    assert "call amir" in sample.prompt
+
+
+def test_plain_text_has_no_prompt_and_no_wrapping(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (sample,) = read_samples(write(tmp_path / "data.jsonl", {"text": "call amir"}), tokenizer, **LIMITS)
+    assert sample.tokens.tolist() == tokenizer.encode_plain("call amir")
+    assert (sample.prompt_length, sample.prompt, sample.answer) == (0, None, None)
+
+
+def test_plain_text_keeps_the_token_that_opens_every_text(tmp_path: Path) -> None:
+    loaded = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
+    loaded.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    loaded.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    (sample,) = read_samples(write(tmp_path / "data.jsonl", {"text": "a b"}), Tokenizer(loaded, None, {}), **LIMITS)
+    assert sample.tokens.tolist() == [0, 1, 2]
+
+
+def test_paragraphs_of_a_text_file_are_samples(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "data.txt"
+    path.write_bytes("\ufeff\r\ncall amir\r\n  at nine\r\n\r\n \r\n{not json\n\nlast".encode())
+    texts = [tokenizer.decode(sample.tokens.tolist()) for sample in read_samples(path, tokenizer, **LIMITS)]
+    assert texts == ["call amir\n  at nine", "{not json", "last"]
+
+
+def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('\n{"text": "a"}\n\n  \n{"text": "b"}\nbroken\n', encoding="utf-8")
+    assert len(read_samples(path, tokenizer, **LIMITS, limit=2)) == 2
+    with pytest.raises(CalibrationError, match="line 6: not JSON"):
+        read_samples(path, tokenizer, **LIMITS, limit=3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "line 2: not JSON"),
+        (b"plain words", "line 2: not JSON .*; plain text goes into a file called .txt"),
+        (b"[" * 100_000, "line 2: not JSON"),
+        (b"[1]", "line 2: a JSON list, an object is needed"),
+        (b'{"prompt": "a", "txt": "b"}', "line 2: neither prompt and completion, nor messages, nor text"),
+        (b'{"text": ["a"]}', "line 2: text is a list, a string is needed"),
+        (b'{"text": ""}', "line 2: no text"),
+        (b'{"text": "\\ud800"}', "line 2: .*refuses this text"),
+        (b'{"prompt": "a", "completion": null}', "line 2: completion is a NoneType"),
+        (b'{"prompt": "a", "completion": " "}', "line 2: an empty completion"),
+        (b'{"messages": {"role": "user"}}', "line 2: messages is not a list of objects"),
+        (b'{"messages": [{"role": "user", "content": ["a"]}]}', "line 2: a message without a content that is a string"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "line 2: messages hold no answer"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "line 2: messages hold no answer"),
+        (b'{"messages": []}', "line 2: messages hold no answer"),
+        (b'{"text": "caf\xe9"}', "line 2: not UTF-8"),
+        (json.dumps({"text": "a " * 600}).encode(), r"line 2: \d+ tokens do not fit the canvas of 512"),
+        (b'{"text": "' + b"a" * (1 << 20) + b'"}', "line 2: longer than 1048576 bytes"),
+    ],
+)
+def test_a_line_at_fault_is_named_by_its_number(tokenizer: Tokenizer, tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    with pytest.raises(CalibrationError, match=message) as caught:
+        read_samples(path, tokenizer, **LIMITS)
+    assert str(caught.value).startswith(str(path))
+    assert caught.value.exit_code == 1
+
+
+def test_a_file_that_is_no_data_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n \n", encoding="utf-8")
+    wide = tmp_path / "wide.jsonl"
+    wide.write_text('{"text": "a"}', encoding="utf-16")
+    long = tmp_path / "long.txt"
+    long.write_text("\nbegin\n" + "a word\n" * 200_000, encoding="utf-8")
+    for path, message in (
+        (empty, "holds no samples"),
+        (wide, "line 1: not UTF-8"),
+        (long, "line 2: a paragraph longer than"),
+        (tmp_path, "no such file"),
+        (tmp_path / "missing.jsonl", "no such file"),
+    ):
+        with pytest.raises(CalibrationError, match=message):
+            read_samples(path, tokenizer, **LIMITS)
+    with pytest.raises(CalibrationError, match="at least 1 sample is needed, not 0"):
+        read_samples(empty, tokenizer, **LIMITS, limit=0)
+
+
+def test_text_without_a_tokenizer_and_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "chat.jsonl", {"messages": chat})
+    bare = Tokenizer(tokenizers.Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json")), None, {})
+    with pytest.raises(CalibrationError, match="line 1: messages need a chat template"):
+        read_samples(path, bare, **LIMITS)
+    with pytest.raises(CalibrationError, match="text needs a tokenizer"):
+        read_samples(path, None, **LIMITS)
+    with pytest.raises(CalibrationError, match="came without a tokenizer"):
+        builtin_samples(None, **LIMITS)
+
+
+def test_the_demos_held_out_commands_are_samples(tokenizer: Tokenizer) -> None:
+    samples = read_samples(HELD_OUT, tokenizer, **LIMITS, limit=100)
+    assert len(samples) == 100
+    for sample in samples:
+        assert sample.answer is not None
+        assert tokenizer.decode(sample.tokens[sample.prompt_length :].tolist()) == sample.answer
+        assert sample.tokens[-1] == EOS
+
+
+def test_the_built_in_samples_come_as_chats_and_those_too_long_are_left_out(tokenizer: Tokenizer) -> None:
+    samples = builtin_samples(tokenizer, **LIMITS)
+    assert len(samples) == 64
+    assert len({sample.prompt for sample in samples}) == 64
+    assert all(sample.tokens[0] == USER and sample.tokens[sample.prompt_length - 1] == ASSISTANT for sample in samples)
+    assert samples_sha256(builtin_samples(tokenizer, **LIMITS, limit=5)) == samples_sha256(samples[:5])
+    short = builtin_samples(tokenizer, eos_token_id=EOS, max_canvas_length=60)
+    assert 0 < len(short) < 64
+    assert max(len(sample.tokens) for sample in short) <= 60
+    with pytest.raises(CalibrationError, match="none of the built-in samples fits a canvas of 8 tokens"):
+        builtin_samples(tokenizer, eos_token_id=EOS, max_canvas_length=8)
+
+
+def test_the_hash_of_samples_sees_order_tokens_prompts_and_answers() -> None:
+    a, b = (Sample(np.array(tokens), 1, "x", "p") for tokens in ([1, 2, 3], [1, 2, 4]))
+    variants = [
+        [a, b],
+        [b, a],
+        [a],
+        [Sample(a.tokens, 2, "x"), b],
+        [Sample(a.tokens, 1, "y"), b],
+        [Sample(a.tokens, 1), b],
+        [Sample(a.tokens, 1, ""), b],
+    ]
+    assert len({samples_sha256(samples) for samples in variants}) == len(variants)
+
+
+# --- States ---
+
+MASK_ID, PAD_ID = 999, 998
+
+
+def make_samples(count: int, prompt_length: int = 5, length: int = 30) -> list[Sample]:
+    rng = np.random.default_rng(4)
+    return [Sample(rng.integers(0, 900, prompt_length + length), prompt_length, "answer", "prompt") for _ in range(count)]
+
+
+def states_of(samples: list[Sample], **options: Any) -> list[State]:
+    defaults: dict[str, Any] = {
+        "mask_token_id": MASK_ID,
+        "pad_token_id": PAD_ID,
+        "block_length": 32,
+        "max_canvas_length": 512,
+        "seed": 1,
+    }
+    return list(make_states(samples, **(defaults | options)))
+
+
+def left_to_right(sample: Sample, length: int = 40) -> list[np.ndarray]:
+    """The canvases after each pass of a run that commits one token a pass."""
+    canvas = np.append(sample.tokens[: sample.prompt_length], np.full(length, MASK_ID))
+    return [
+        np.where(np.arange(len(canvas)) < sample.prompt_length + taken, np.where(canvas == MASK_ID, 7, canvas), canvas)
+        for taken in range(1, length + 1)
+    ]
+
+
+samples_strategy = st.lists(
+    st.builds(
+        lambda prompt, rest, answer: Sample(np.array([*prompt, *rest], dtype=np.int64), len(prompt), answer),
+        st.lists(st.integers(0, 900), max_size=12),
+        st.lists(st.integers(0, 900), min_size=1, max_size=40),
+        st.sampled_from((None, "answer")),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    samples=samples_strategy,
+    block_length=st.integers(0, 40),
+    max_canvas_length=st.integers(52, 70),
+    per_sample=st.integers(1, 10),
+    mix=st.tuples(*[st.floats(0, 1)] * 3).filter(lambda mix: sum(mix) > 0.01),
+    seed=st.integers(0, 2**32),
+    with_trajectory=st.booleans(),
+)
+def test_every_state_keeps_the_prompt_masks_something_and_fits_the_canvas(
+    samples: list[Sample], with_trajectory: bool, **options: Any
+) -> None:
+    trajectory = (lambda sample: left_to_right(sample, 12)) if with_trajectory else None
+    states = states_of(samples, trajectory=trajectory, **options)
+    again = states_of(samples, trajectory=trajectory, **options)
+    assert [state.sha256 for state in states] == [state.sha256 for state in again]
+    prompts = {sample.tokens[: sample.prompt_length].tobytes() for sample in samples}
+    for state in states:
+        is_masked = state.canvas == MASK_ID
+        assert state.canvas.dtype == np.int64
+        assert len(state.canvas) <= options["max_canvas_length"]
+        assert state.canvas[: state.prompt_length].tobytes() in prompts
+        assert state.mask_ratio == pytest.approx(is_masked[state.prompt_length :].mean())
+        assert is_masked.any() == (state.source != "clean")
+        assert state.bucket == -1 if state.source == "clean" else 0 <= state.bucket <= 9
+    masked_or_walked = sum(state.source != "clean" for state in states)
+    assert masked_or_walked <= options["per_sample"] * len(samples)
+    assert len(states) - masked_or_walked <= len(samples)
+
+
+def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
+    states = states_of(make_samples(100), trajectory=left_to_right)
+    assert Counter(state.source for state in states) == {"masked": 400, "trajectory": 320, "clean": 80}
+    buckets = Counter(state.bucket for state in states if state.source == "masked")
+    assert buckets == dict.fromkeys(range(10), 40)
+    points = Counter(round(state.mask_ratio * 40) for state in states if state.source == "trajectory")
+    assert points.keys() == {40 - round(point * 39) for point in TRAJECTORY_POINTS}
+    assert max(points.values()) - min(points.values()) <= 2
+    assert len({state.sha256 for state in states}) > 700  # of 800; a full mask, say, is the same each time
+
+
+def test_no_mask_ratio_goes_with_every_nth_sample() -> None:
+    states = states_of(make_samples(50), per_sample=5, mix=(1, 0, 0))
+    ratios = [tuple(state.bucket for state in states[i : i + 5]) for i in range(0, 250, 10)]
+    assert len(set(ratios)) == len(ratios)
+
+
+def test_a_trajectory_is_taken_from_before_its_first_pass_to_its_last_mask() -> None:
+    calls: list[Sample] = []
+
+    def run(sample: Sample) -> list[np.ndarray]:
+        calls.append(sample)
+        return left_to_right(sample, 20)
+
+    samples = make_samples(3)
+    states = states_of(samples, per_sample=7, mix=(0, 1, 0), trajectory=run)
+    assert calls == samples
+    for sample, own in zip(samples, (states[:7], states[7:14], states[14:]), strict=True):
+        left = sorted(int((state.canvas == MASK_ID).sum()) for state in own)
+        assert left == sorted(20 - round(point * 19) for point in TRAJECTORY_POINTS)
+        assert all((state.canvas[:5] == sample.tokens[:5]).all() for state in own)
+
+
+def test_masked_states_stand_in_for_trajectories_that_are_missing_or_too_short() -> None:
+    samples = make_samples(4)
+    assert {state.source for state in states_of(samples, mix=(0, 1, 0))} == {"masked"}
+    assert {state.source for state in states_of(samples, mix=(0, 1, 0), trajectory=lambda _: [])} == {"masked"}
+    short = states_of(samples, mix=(0, 1, 0), trajectory=lambda sample: left_to_right(sample, 2))
+    assert Counter(state.source for state in short) == {"trajectory": 8, "masked": 24}
+
+
+def test_clean_text_alone_gives_one_state_a_sample() -> None:
+    samples = make_samples(6)
+    states = states_of(samples, mix=(0, 0, 1))
+    assert [state.source for state in states] == ["clean"] * 6
+    assert all((state.canvas[:35] == sample.tokens).all() for state, sample in zip(states, samples, strict=True))
+
+
+def test_completions_are_padded_to_whole_blocks_within_the_canvas() -> None:
+    (sample,) = make_samples(1)
+
+    def clean(sample: Sample, **options: Any) -> np.ndarray:
+        (state,) = states_of([sample], mix=(0, 0, 1), **options)
+        return state.canvas
+
+    assert len(clean(sample, block_length=16)) == 5 + 32
+    assert clean(sample, block_length=16)[35:].tolist() == [PAD_ID, PAD_ID]
+    assert len(clean(sample, block_length=15)) == 35
+    assert len(clean(sample, block_length=0)) == 35
+    assert len(clean(sample, block_length=64, max_canvas_length=40)) == 40
+    assert len(clean(Sample(sample.tokens, 0), block_length=64)) == 35  # plain text
+
+
+def test_states_are_made_one_sample_at_a_time() -> None:
+    drawn = []
+
+    def endless() -> Any:
+        for sample in make_samples(1) * 1000:
+            drawn.append(sample)
+            yield sample
+
+    states = make_states(endless(), mask_token_id=MASK_ID, pad_token_id=PAD_ID, block_length=8, max_canvas_length=64, seed=0)
+    assert len(list(islice(states, 16))) == 16
+    assert len(drawn) <= 3
+
+
+def test_a_mix_that_is_no_shares_and_a_sample_with_the_mask_token_are_refused() -> None:
+    samples = make_samples(2)
+    for mix in ((0, 0, 0), (1, -1, 1), (1, 1), (float("nan"), 1, 1), (float("inf"), 0, 0)):
+        with pytest.raises(CalibrationError, match="is not 3 shares"):
+            make_states(samples, mask_token_id=1, pad_token_id=0, block_length=8, max_canvas_length=64, seed=0, mix=mix)
+    with pytest.raises(CalibrationError, match="at least 1 state a sample"):
+        states_of(samples, per_sample=0)
+    samples[1].tokens[9] = MASK_ID
+    with pytest.raises(CalibrationError, match="sample 2: its text holds the mask token"):
+        states_of(samples)
+
+
+@settings(max_examples=100, deadline=None)
+@given(length=st.integers(1, 60), protected=st.integers(0, 20), ratio=st.sampled_from(MASK_RATIOS), seed=st.integers(0, 2**32))
+def test_a_masked_share_stays_within_half_a_position_of_its_ratio(length: int, protected: int, ratio: float, seed: int) -> None:
+    tokens = np.arange(protected + length)
+    out = mask_share(tokens, ratio, -1, np.random.default_rng(seed), protected)
+    count = int((out == -1).sum())
+    assert not (out[:protected] == -1).any()
+    assert count == 1 or abs(count - ratio * length) <= 0.5 + 1e-9
+    assert ((out == tokens) | (out == -1)).all()
+
+
+# --- Observers ---
+
+
+def observe(x: np.ndarray, is_masked: Any = False, bucket: int = 0, **options: Any) -> Observer:
+    observer = Observer("blocks.0.mlp.up", x.shape[1], **options)
+    observer.add(x, np.broadcast_to(np.asarray(is_masked, dtype=bool), len(x)), bucket)
+    return observer
+
+
+def heavy_tailed(count: int = 2000, channels: int = 48, seed: int = 0) -> np.ndarray:
+    """Normal values with one channel of large ones, as denoisers have them."""
+    x = np.random.default_rng(seed).standard_normal((count, channels)).astype(np.float32)
+    x[:, 3] *= 40
+    return x
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_percentiles_and_kurtosis_are_those_of_the_values(scale: float) -> None:
+    x = (heavy_tailed() + np.float32(4)) * np.float32(scale)
+    statistics = observe(x).statistics()
+    magnitudes = np.abs(x.astype(np.float64))
+    centred = x.astype(np.float64) - x.mean(dtype=np.float64)
+    assert statistics["count"] == 2000
+    assert statistics["amax"] == magnitudes.max()
+    assert statistics["p999"] == pytest.approx(np.percentile(magnitudes, 99.9), rel=0.03)
+    assert statistics["p9999"] == pytest.approx(np.percentile(magnitudes, 99.99), rel=0.03)
+    assert statistics["kurtosis"] == pytest.approx((centred**4).mean() / (centred**2).mean() ** 2, rel=1e-5)
+
+
+def test_a_constant_input_has_no_kurtosis_and_no_percentile_beyond_it() -> None:
+    statistics = observe(np.full((9, 3), 0.1, dtype=np.float32)).statistics()
+    assert statistics["kurtosis"] is None
+    assert 0.097 < statistics["p999"] < statistics["p9999"] <= statistics["amax"] == np.float32(0.1)  # type: ignore[operator]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=4, max_size=60),
+    cut=st.integers(1, 3),
+    is_masked=st.lists(st.booleans(), min_size=60, max_size=60),
+)
+def test_the_order_of_passes_makes_no_difference(values: list[float], cut: int, is_masked: list[bool]) -> None:
+    x = np.array(values, dtype=np.float32).reshape(-1, 1)
+    flags = np.array(is_masked[: len(x)])
+    one, two = Observer("l", 1), Observer("l", 1)
+    one.add(x, flags, 4)
+    two.add(x[cut:], flags[cut:], 4)
+    two.add(x[:cut], flags[:cut], 4)
+    ranges = [[o.amax(method, levels="int8") for method in METHODS] for o in (one, two)]  # type: ignore[arg-type]
+    assert ranges[0] == ranges[1]
+    assert (one.channel_amax == two.channel_amax).all()
+    assert one.count == two.count == len(x)
+    largest = max(np.abs(x).max(), SMALLEST_AMAX)
+    assert all(0 < value <= largest for value in ranges[0])
+
+
+def squared_error(x: np.ndarray, clip: float, levels: str) -> float:
+    if levels == "int8":
+        scale = clip / 127
+        image = np.clip(np.round(x / scale), -128, 127) * scale
+    else:
+        scale = clip / 448
+        image = np.clip(x / scale, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    return float(((x - image) ** 2).sum())
+
+
+@pytest.mark.parametrize("levels", ["int8", "fp8"])
+@pytest.mark.parametrize("outliers", [0, 40, 1000])
+def test_the_mse_range_has_nearly_the_least_error_of_all(levels: Any, outliers: float) -> None:
+    x = np.random.default_rng(1).standard_normal((1500, 32)).astype(np.float32)
+    if outliers:
+        x[::500, 3] *= outliers
+    clip = observe(x).amax("mse", levels=levels)
+    largest = float(np.abs(x).max())
+    least = min(squared_error(x.astype(np.float64), c, levels) for c in largest * np.geomspace(1 / 200, 1, 400))
+    assert squared_error(x.astype(np.float64), clip, levels) <= 1.03 * least
+    if levels == "int8" and not outliers:
+        assert clip < 0.95 * largest
+
+
+def test_the_entropy_range_clips_a_thin_tail_and_keeps_an_even_spread() -> None:
+    rng = np.random.default_rng(2)
+    thin = rng.standard_normal((4000, 16)).astype(np.float32)
+    thin[0, 0] = 30
+    assert 2 < observe(thin).amax("entropy", levels="int8") < 15
+    even = rng.uniform(-1, 1, (4000, 16)).astype(np.float32)
+    assert observe(even).amax("entropy", levels="int8") > 0.95
+    assert observe(even).amax("entropy", levels="fp8") > 0.9
+
+
+def test_the_entropy_range_loses_nothing_of_a_few_magnitudes_far_apart() -> None:
+    x = 2.0 ** np.random.default_rng(0).integers(0, 7, (4000, 1))
+    assert observe(x.astype(np.float32)).amax("entropy", levels="int8") == 64
+
+
+def divergences(x: np.ndarray) -> dict[float, float]:
+    """Range -> what INT8 loses of the magnitudes, by the steps of Migacz (GTC 2017) on the values themselves."""
+    counts, edges = np.histogram(np.abs(x[x != 0]), 2048, range=(0, float(np.abs(x).max())))
+    out = {}
+    for bins in range(128, 2049, 16):
+        p = counts[:bins].astype(np.float64)
+        q = np.zeros(bins)
+        level = np.round((np.arange(bins) + 0.5) / bins * 127).clip(0, 127)
+        for code in range(128):
+            same = (level == code) & (p > 0)
+            q[same] = p[same].mean() if same.any() else 0
+        p[-1] += counts[bins:].sum()
+        if (q[p > 0] > 0).all():
+            p, q = p[p > 0] / p.sum(), q[p > 0] / q.sum()
+            out[float(edges[bins])] = float((p * np.log(p / q)).sum())
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_entropy_range_is_nearly_the_one_found_on_the_values_themselves(seed: int) -> None:
+    x = np.random.default_rng(seed).laplace(size=(3000, 16)).astype(np.float32)
+    losses = divergences(x)
+    found = observe(x).amax("entropy", levels="int8")
+    nearest = min(losses, key=lambda clip: abs(clip - found))
+    assert losses[nearest] <= 1.15 * min(losses.values())
+    zeros = np.zeros((30_000, 16), dtype=np.float32)
+    assert observe(np.concatenate((zeros, x))).amax("entropy", levels="int8") == found
+
+
+def test_the_percentile_range_leaves_out_one_value_in_ten_thousand() -> None:
+    x = heavy_tailed()
+    clip = observe(x).amax("percentile", levels="int8")
+    assert np.abs(x).max() > clip
+    assert (np.abs(x) > clip).mean() == pytest.approx(1e-4, abs=4e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("levels", ["int8", "fp8"])
+def test_an_input_that_is_zero_or_as_good_as_zero_still_has_a_range(method: Any, levels: Any) -> None:
+    zeros = np.zeros((5, 4), dtype=np.float32)
+    assert observe(zeros).amax(method, levels=levels) == SMALLEST_AMAX
+    assert np.float32(SMALLEST_AMAX / (6 * 448)) * np.float32(2**-9) > np.finfo(np.float32).tiny
+    tiny = zeros + np.float32(1e-12)
+    assert SMALLEST_AMAX < observe(tiny).amax(method, levels=levels) <= np.float32(1e-12)
+    huge = zeros + np.float32(1e38)
+    assert 0 < observe(huge).amax(method, levels=levels) <= np.float32(1e38)
+
+
+def test_masked_and_committed_positions_and_buckets_are_kept_apart() -> None:
+    observer = Observer("blocks.1.attention.q", 2)
+    ones = np.ones((3, 2), dtype=np.float32)
+    is_masked = np.array([True, False, False])
+    observer.add(ones * np.array([[8], [1], [2]], dtype=np.float32) * np.array([1, -0.5], dtype=np.float32), is_masked, 0)
+    observer.add(ones * np.array([[16], [0.5], [0.25]], dtype=np.float32), is_masked, 9)
+    observer.add(ones * 100, np.zeros(3, dtype=bool), -1)
+    summary = observer.summary()
+    assert summary["layer"] == "blocks.1.attention.q"
+    assert (summary["count"], summary["amax"]) == (9, 100)
+    assert (summary["masked_amax"], summary["committed_amax"], summary["clean_amax"]) == (16, 100, 100)
+    assert summary["by_bucket"] == [8, *[None] * 8, 16]
+    assert summary["masked_by_bucket"] == [8, *[None] * 8, 16]
+    assert summary["committed_by_bucket"] == [2, *[None] * 8, 0.5]
+    assert summary["drift"] == 2  # clean states have no mask ratio
+    assert observer.statistics(bucket=9, is_masked=False)["count"] == 2
+    assert observer.channel_amax.tolist() == [100, 100]
+    assert observer.masked_channel_amax.tolist() == [16, 16]
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_channels_have_a_range_each() -> None:
+    x = heavy_tailed()
+    observer = observe(x, np.arange(len(x)) % 3 == 0)
+    assert (observer.channel_amax == np.abs(x).max(0)).all()
+    assert (observer.committed_channel_amax == np.abs(x[np.arange(len(x)) % 3 != 0]).max(0)).all()
+
+
+def test_inputs_larger_than_a_chunk_are_counted_once() -> None:
+    x = np.random.default_rng(0).standard_normal((300, 2048)).astype(np.float32)
+    statistics = observe(x, np.arange(300) < 200).statistics()
+    assert statistics["count"] == 300
+    assert statistics["amax"] == np.abs(x).max()
+    assert statistics["p999"] == pytest.approx(np.percentile(np.abs(x), 99.9), rel=0.03)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_nothing(bad: float) -> None:
+    observer = observe(heavy_tailed(), keep_rows=4, gram=True)
+    before = (observer.summary(), observer.rows.copy(), observer.gram.copy())  # type: ignore[union-attr]
+    x = heavy_tailed(10)
+    x[2, 5] = x[7, 0] = bad
+    with pytest.raises(CalibrationError, match=r"^blocks\.0\.mlp\.up: 2 of 480 inputs are NaN or infinite"):
+        observer.add(x, np.zeros(10, dtype=bool), 3)
+    assert observer.summary() == before[0]
+    assert (observer.rows == before[1]).all()
+    assert (observer.gram == before[2]).all()
+
+
+def test_the_gram_matrix_is_the_weighted_sum_of_outer_products() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((700, 1100)).astype(np.float32)  # wider than the rows of one product
+    weight = rng.uniform(0, 2, 700)
+    observer = Observer("l", 1100, gram=True)
+    observer.add(x[:400], np.zeros(400, dtype=bool), 0, weight[:400])
+    observer.add(x[400:], np.zeros(300, dtype=bool), 1, weight[400:])
+    exact = (x.astype(np.float64) * weight[:, None]).T @ x.astype(np.float64)
+    assert observer.gram is not None
+    assert observer.gram.dtype == np.float32
+    np.testing.assert_allclose(observer.gram, exact, atol=1e-5 * np.abs(exact).max())
+    unweighted = observe(x[:50], gram=True).gram
+    np.testing.assert_allclose(unweighted, x[:50].T @ x[:50], atol=1e-3)
+    assert observe(x[:50]).gram is None
+
+
+def test_rows_are_drawn_evenly_from_all_that_passed() -> None:
+    kept = Counter()
+    for seed in range(300):
+        observer = Observer("l", 1, keep_rows=10, seed=seed)
+        for start in (0, 4, 30):
+            stop = {0: 4, 4: 30, 30: 50}[start]
+            x = np.arange(start, stop, dtype=np.float32)[:, None]
+            observer.add(x, np.zeros(len(x), dtype=bool), 0)
+            if stop == 4:
+                assert observer.rows.ravel().tolist() == [0, 1, 2, 3]
+        assert observer.rows.shape == (10, 1)
+        assert len(set(observer.rows.ravel().tolist())) == 10
+        kept.update(observer.rows.ravel().astype(int).tolist())
+    assert len(kept) == 50
+    assert all(30 <= count <= 95 for count in kept.values())  # 60 expected, 7 the standard deviation
+    x = heavy_tailed(100)
+    assert (observe(x, keep_rows=8, seed=3).rows == observe(x, keep_rows=8, seed=3).rows).all()
+    assert (observe(x, keep_rows=8, seed=3).rows != observe(x, keep_rows=8, seed=4).rows).any()
+
+
+def test_every_layer_without_an_observation_is_named() -> None:
+    observers = Observers()
+    observers["seen"] = observe(heavy_tailed(5))
+    observers["empty"] = Observer("empty", 4)
+    observers.check(["seen"])
+    with pytest.raises(CalibrationError, match="ran empty, absent: ") as caught:
+        observers.check(["seen", "empty", "absent"])
+    assert "seen" not in str(caught.value)
+    with pytest.raises(CalibrationError, match="empty: no observation"):
+        observers["empty"].amax("max", levels="int8")
+    assert observers["empty"].summary()["amax"] is None
+
+
+def test_the_drift_table_begins_with_the_largest_drift() -> None:
+    observers = Observers()
+    for name, amaxes in (("steady", {2: 1, 7: 1}), ("drifting", {2: 5, 7: 1}), ("once", {2: 1}), ("unseen", {})):
+        observers[name] = Observer(name, 1)
+        for bucket, amax in amaxes.items():
+            observers[name].add(np.array([[amax]], dtype=np.float32), np.array([True]), bucket)
+    table = observers.drift_table()
+    assert [(line["layer"], line["drift"]) for line in table] == [("drifting", 5.0), ("steady", 1.0), ("once", None)]

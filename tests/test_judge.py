@@ -1,0 +1,556 @@
+"""A candidate judged against its reference: the same masks for both, the loop's own decisions, budgets, thresholds."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import llada_config, write_checkpoint
+from denoisers import load
+
+import dlm_runtime
+from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
+from dlm_export import judge as judging
+from dlm_export.judge import Budgets, Judgement, judge
+from dlm_export.predictors import BundlePredictor, JudgeError, TorchPredictor
+from dlm_export.threshold import refit_steps, refit_threshold
+from dlm_runtime import PRESETS, Policy, RequestError
+
+VOCAB, MASK, EOS = 20, 18, 19
+POLICY = Policy(commit="threshold", threshold=0.9, block_length=8)
+
+
+def decode(tokens: list[int]) -> str | None:
+    """Text of made-up tokens."""
+    return " ".join(map(str, tokens))
+
+
+def no_text(tokens: list[int]) -> str | None:
+    """What a bundle without tokenizer gives."""
+    return None
+
+
+class Scripted:
+    """A predictor whose logits and texts are functions; remembers the canvases it saw."""
+
+    name = "scripted"
+    vocab_size, mask_token_id, eos_token_ids, max_canvas_length = VOCAB, MASK, (EOS,), 64
+
+    def __init__(
+        self,
+        logits: Callable[[np.ndarray], np.ndarray] = lambda canvas: np.zeros((len(canvas), VOCAB), np.float32),
+        shift: int = 0,
+        write: Callable[[Sequence[int], int, Policy], tuple[list[int], int]] | None = None,
+    ) -> None:
+        self._logits, self.shift = logits, shift
+        self._write = write or (lambda tokens, count, policy: ([EOS] * count, 1))
+        self.seen: list[np.ndarray] = []
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        self.seen.append(canvas)
+        out = self._logits(canvas)
+        return out if rows is None else out[rows]
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        written, nfe = self._write(tokens, max_new_tokens, policy)
+        return [*tokens, *written], nfe
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
+        start = [*tokens, *[MASK] * max_new_tokens]
+        finished, nfe = self.generate(tokens, max_new_tokens, policy)
+        return [np.array(start)] * nfe + [np.array(finished)]
+
+
+def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Logits of a network that is sure of the true tokens."""
+
+    def logits(canvas: np.ndarray) -> np.ndarray:
+        out = np.zeros((len(canvas), VOCAB), np.float32)
+        for row in range(len(canvas) - shift):
+            if row + shift < len(truth):
+                out[row, truth[row + shift]] = 50
+        return out
+
+    return logits
+
+
+def text_sample(length: int = 12) -> Sample:
+    return Sample(np.arange(length) % 15, 0, None, None)
+
+
+def answered(completion: Sequence[int] = (7, 8, 9), answer: str = "7 8 9") -> Sample:
+    return Sample(np.array([1, 2, 3, *completion, EOS]), 3, answer, "a prompt")
+
+
+def judged(reference: Any, candidate: Any, samples: Sequence[Sample], **options: Any) -> Judgement:
+    given = {"policy": POLICY, "max_new_tokens": 8, "decode": decode, "seed": 0} | options
+    return judge(reference, candidate, samples, **given)
+
+
+# --- Masked positions ---
+
+
+def test_both_see_the_same_canvases_and_prompts_are_never_masked() -> None:
+    reference, candidate = Scripted(), Scripted()
+    judged(reference, candidate, [answered(), text_sample()])
+    masked = reference.seen[: 2 * len(MASK_RATIOS)]
+    assert len(masked) == len(candidate.seen[: len(masked)])
+    for theirs, ours in zip(masked, candidate.seen, strict=False):
+        np.testing.assert_array_equal(theirs, ours)
+    for canvas in reference.seen:
+        if len(canvas) == 3 + 8:  # the completion's, filled up to one block
+            assert canvas[:3].tolist() == [1, 2, 3]
+
+
+def test_masks_depend_on_the_seed_and_a_samples_place_alone() -> None:
+    def canvases(seed: int, samples: Sequence[Sample]) -> list[list[int]]:
+        reference = Scripted()
+        judged(reference, Scripted(), samples, seed=seed, free_runs=1)
+        return [canvas.tolist() for canvas in reference.seen[: len(MASK_RATIOS)]]
+
+    assert canvases(0, [text_sample(20)]) == canvases(0, [text_sample(20), answered()])
+    assert canvases(0, [text_sample(20)]) != canvases(1, [text_sample(20)])
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_row_is_scored_for_the_position_that_it_predicts(shift: int) -> None:
+    sample = text_sample(30)
+    right, wrong = (knows(sample.tokens, s) for s in (shift, 1 - shift))
+    found = judged(Scripted(right, shift), Scripted(wrong, shift), [sample], free_runs=1)
+    assert found.overall["reference_ce"] < 1e-12
+    assert found.overall["candidate_ce"] > 10
+
+
+def test_a_shifted_denoiser_is_not_asked_for_the_first_position() -> None:
+    reference = Scripted(shift=1)
+    judged(reference, Scripted(shift=1), [text_sample()])
+    assert all(canvas[0] != MASK for canvas in reference.seen)
+
+
+def test_what_lies_behind_the_end_token_is_masked_and_not_scored() -> None:
+    sample = answered()
+    whole = np.pad(sample.tokens, (0, 4), constant_values=EOS)
+
+    def wrong_behind_the_end(canvas: np.ndarray) -> np.ndarray:
+        logits = knows(whole, 0)(canvas)
+        logits[7:] = 0
+        return logits
+
+    reference = Scripted(knows(whole, 0))
+    found = judged(reference, Scripted(wrong_behind_the_end), [sample], seed=3)
+    assert found.overall["candidate_ce"] < 1e-12
+    assert any((canvas[7:] == MASK).any() for canvas in reference.seen[: len(MASK_RATIOS)])
+
+
+def test_the_likelihood_bound_of_even_guesses_is_exact() -> None:
+    sample = text_sample(24)
+    found = judged(Scripted(), Scripted(), [sample])
+    bits = 24 * math.log2(VOCAB - 1)  # the mask token is never predicted
+    assert found.overall["reference_bits_per_byte"] == pytest.approx(bits / len(decode(sample.tokens.tolist()) or ""))
+    assert found.overall["reference_ce"] == pytest.approx(math.log(VOCAB - 1))
+    without_text = judged(Scripted(), Scripted(), [sample], decode=no_text)
+    assert without_text.overall["reference_bits_per_byte"] is None
+
+
+def test_a_canvas_ends_where_the_shorter_of_both_does() -> None:
+    reference, candidate = Scripted(), Scripted()
+    candidate.max_canvas_length = 9
+    judged(reference, candidate, [answered()], max_new_tokens=50)
+    assert max(map(len, reference.seen)) == 9
+
+
+# --- The loop's own decisions ---
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "threshold": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
+    "threshold, odd blocks": {"commit": "threshold", "threshold": 0.05, "compare": ">", "block_length": 7},
+    "static, few steps": {"steps_per_block": 3, "block_length": 8},
+    "static, random order": {"steps_per_block": 3, "block_length": 8, "score": "random", "seed": 7},
+    "dynamic": {"commit": "dynamic", "threshold": 0.05, "steps_per_block": 5, "block_length": 12},
+    "factor": {"commit": "factor", "factor": 20.0, "block_length": 12},
+    "sequential": {"commit": "sequential", "steps_per_block": 5, "block_length": 8},
+    "timestep, entropy": {"commit": "timestep", "score": "entropy", "block_length": 0, "steps_per_block": 6},
+    "margin": {"score": "margin", "block_length": 0, "steps_per_block": 4},
+    "entropy bound": {"commit": "entropy_bound", "entropy_bound": 10.0, "block_length": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def predictors(llada_checkpoint: Path, dream_checkpoint: Path) -> dict[str, TorchPredictor]:
+    return {"llada": TorchPredictor(load(llada_checkpoint), "llada"), "dream": TorchPredictor(load(dream_checkpoint), "dream")}
+
+
+def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
+    special = (predictor.mask_token_id, *predictor.eos_token_ids)
+    return random_tokens(length, predictor.vocab_size, special, np.random.default_rng(4)).tolist()
+
+
+def _walk(predictor: TorchPredictor, policy: Policy, new: int = 24) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+    """Each pass's predicted next canvas, the loop's own next one, and the state."""
+    canvases = predictor.states(_prompt(predictor), new, policy)
+    states = judging.frontier_states(canvases[:-1], policy, predictor.mask_token_id, predictor.shift)
+    for state, after in zip(states, canvases[1:], strict=True):
+        commitment = judging.predict_commitment(predictor, state, policy)
+        expected = state.canvas.copy()
+        expected[state.positions[commitment.is_chosen]] = commitment.guess[commitment.is_chosen]
+        yield expected, after, state
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_denoiser_would_commit_is_what_its_loop_commits(
+    predictors: dict[str, TorchPredictor], family: str, name: str
+) -> None:
+    passes, several = 0, False
+    for expected, after, state in _walk(predictors[family], Policy(stop="none", **LOOPS[name])):
+        np.testing.assert_array_equal(expected, after, err_msg=f"pass {passes}")
+        passes, several = passes + 1, several or int((state.canvas != after).sum()) > 1
+    assert passes > 1
+    assert several
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("threshold", [0.05, 0.9])  # at 0.9, a shifted denoiser commits the first position alone
+def test_a_cached_loops_full_passes_commit_the_same(
+    predictors: dict[str, TorchPredictor], family: str, threshold: float
+) -> None:
+    policy = Policy(commit="threshold", threshold=threshold, block_length=8, cache="dual", stop="none")
+    first_of_block = [
+        (expected, after)
+        for expected, after, state in _walk(predictors[family], policy)
+        if (state.positions == state.positions[0] + np.arange(8)[: len(state.positions)]).all() and len(state.positions) == 8
+    ]
+    assert len(first_of_block) == 3
+    for expected, after in first_of_block:
+        np.testing.assert_array_equal(expected, after)
+
+
+def test_the_mask_token_is_never_what_would_be_committed() -> None:
+    def logits(canvas: np.ndarray) -> np.ndarray:
+        return np.tile(np.where(np.arange(VOCAB) == MASK, 9, np.arange(VOCAB) % 7 - 9).astype(np.float32), (len(canvas), 1))
+
+    (state,) = judging.frontier_states([np.array([1, 2, MASK, MASK])], POLICY, MASK, 0)
+    commitment = judging.predict_commitment(Scripted(logits), state, POLICY)
+    assert commitment.guess.tolist() == [6, 6]
+    assert commitment.is_chosen.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("stop", ["none", "eos"])
+def test_states_are_the_canvas_of_every_pass_and_the_finished_one(predictors: dict[str, TorchPredictor], stop: str) -> None:
+    denoiser = copy.deepcopy(predictors["llada"].denoiser)
+    policy = Policy(block_length=4, stop=stop)
+    prompt = _prompt(predictors["llada"])
+    first = predictors["llada"].generate(prompt, 12, policy.with_fields({"stop": "none"}))[0][len(prompt) + 1]
+    denoiser.capabilities = replace(denoiser.capabilities, eos_token_ids=(first,))
+    predictor = TorchPredictor(denoiser, "ends early")
+    tokens, nfe = predictor.generate(prompt, 12, policy)
+    states = predictor.states(prompt, 12, policy)
+    assert nfe == (4 if stop == "eos" else 12)
+    assert len(states) == nfe + 1
+    assert states[0].tolist() == [*prompt, *[predictor.mask_token_id] * 12]
+    assert states[-1].tolist() == tokens
+    assert all((canvas == predictor.mask_token_id).any() for canvas in states[:-1])
+    counts = [(canvas == predictor.mask_token_id).sum() for canvas in states]
+    assert counts == sorted(counts, reverse=True)
+
+
+# --- The judgement ---
+
+
+def _samples(predictor: TorchPredictor, count: int = 3) -> list[Sample]:
+    rng, special = np.random.default_rng(5), (predictor.mask_token_id, *predictor.eos_token_ids)
+    tokens = [random_tokens(14, predictor.vocab_size, special, rng) for _ in range(count)]
+    return [Sample(np.append(t, predictor.eos_token_ids[0]), 6, decode(t[6:].tolist()), "a prompt") for t in tokens]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_a_bundle_in_fp32_costs_nothing(
+    predictors: dict[str, TorchPredictor], family: str, request: pytest.FixtureRequest
+) -> None:
+    reference = predictors[family]
+    with dlm_runtime.open(request.getfixturevalue(f"{family}_bundle"), threads=1) as bundle:
+        found = judged(reference, BundlePredictor(bundle, "bundle"), _samples(reference), policy=replace(POLICY, cache="dual"))
+        back = judged(BundlePredictor(bundle, "bundle"), reference, _samples(reference), policy=POLICY, free_runs=1)
+    for one in (found, back):
+        assert abs(one.overall["ce_increase"]) < 1e-5
+        assert one.overall["kl_mean"] < 1e-8
+        assert one.overall["top1"] == 1
+        assert (one.frontier["jaccard"], one.frontier["flips"]) == (1, 0)
+        assert (one.free_running["exact_match"], one.free_running["nfe_ratio"]) == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def damaged(predictors: dict[str, TorchPredictor]) -> TorchPredictor:
+    """The tiny LLaDA with noise on its weights."""
+    denoiser = copy.deepcopy(predictors["llada"].denoiser)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in denoiser.parameters():
+            parameter += torch.randn_like(parameter) * parameter.std() * 0.5
+    return TorchPredictor(denoiser, "damaged")
+
+
+def test_a_damaged_denoiser_shows_in_every_view(predictors: dict[str, TorchPredictor], damaged: TorchPredictor) -> None:
+    reference = predictors["llada"]
+    half = copy.deepcopy(reference.denoiser).to(torch.bfloat16)
+    calls = []
+    found = judged(
+        reference,
+        damaged,
+        _samples(reference),
+        noise_floor=TorchPredictor(half, "bf16"),
+        free_runs=2,
+        on_done=lambda: calls.append(1),
+    )
+    assert len(calls) == 3 + 2
+    floor = found.noise_floor
+    assert floor is not None
+    assert 0 < floor["kl_mean"] < found.overall["kl_mean"]
+    assert found.overall["top1"] < floor["top1"]
+    assert found.overall["top1"] <= found.overall["top5"]
+    assert found.frontier["jaccard"] < 1
+    assert found.free_running["exact_match"] < 1
+    assert found.free_running["prompts"] == 2
+    assert [row["mask_ratio"] for row in found.buckets] == list(MASK_RATIOS)
+    assert sum(row["positions"] for row in found.buckets) == found.overall["positions"]
+    low, high = found.overall["ce_increase_interval"]
+    assert low <= found.overall["ce_increase"] <= high
+    again = judged(reference, damaged, _samples(reference), noise_floor=TorchPredictor(half, "bf16"), free_runs=2)
+    assert again.as_dict() == found.as_dict()
+
+
+BUCKET = {
+    *("mask_ratio", "positions", "reference_ce", "candidate_ce", "ce_increase", "ce_increase_interval"),
+    *("top1", "top5", "kl_mean", "kl_p95"),
+}
+
+
+def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
+    predictors: dict[str, TorchPredictor], damaged: TorchPredictor
+) -> None:
+    reference = predictors["llada"]
+    found = judged(reference, damaged, _samples(reference, 1)).with_budgets(Budgets(min_top1=0.5)).as_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert set(found) == {
+        *("reference", "candidate", "data", "policy", "buckets", "overall", "frontier", "free_running", "noise_floor"),
+        *("layers", "threshold", "budgets", "passed", "misses"),
+    }
+    assert set(found["data"]) == {"samples", "sha256", "seed"}
+    assert all(set(row) == BUCKET for row in found["buckets"])
+    assert set(found["overall"]) == BUCKET - {"mask_ratio"} | {"reference_bits_per_byte", "candidate_bits_per_byte"}
+    assert set(found["frontier"]) == {"buckets", "jaccard", "committed", "flips", "flip_rate", "kl_mean"}
+    assert set(found["frontier"]["buckets"][0]) == {"mask_ratio", "states", "jaccard", "committed", "flips"}
+    assert set(found["free_running"]) == {
+        *("prompts", "exact_match", "token_agreement", "first_divergence_median", "reference_nfe", "candidate_nfe"),
+        *("nfe_ratio", "nfe_ratio_interval", "task", "samples"),
+    }
+    assert set(found["free_running"]["task"]) == {"reference", "candidate", "difference", "difference_interval"}
+    shown = {"prompt", "answer", "reference", "candidate", "reference_nfe", "candidate_nfe"}
+    assert set(found["free_running"]["samples"][0]) == shown
+    assert set(found["budgets"][0]) == {"name", "limit", "value", "passed"}
+
+
+def test_plain_text_is_continued_from_its_middle() -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
+        asked.append((list(tokens), count))
+        return [4] * count, 2
+
+    found = judged(Scripted(write=write), Scripted(write=write), [text_sample(12)])
+    assert asked == [(list(range(6)), 8)] * 2
+    assert found.free_running["task"] is None
+    assert found.free_running["samples"][0]["prompt"] == "0 1 2 3 4 5"
+    assert found.free_running["samples"][0]["reference"] == "4 4 4 4 4 4 4 4"
+
+
+# --- What cannot be judged ---
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_an_error_with_the_denoisers_name(bad: float) -> None:
+    def logits(canvas: np.ndarray) -> np.ndarray:
+        out = np.zeros((len(canvas), VOCAB), np.float32)
+        out[:, 3] = bad
+        return out
+
+    broken = Scripted(logits)
+    broken.name = "int3"
+    with pytest.raises(JudgeError, match="int3: NaN or infinite logits at 1 of 1"):
+        judged(Scripted(), broken, [answered((7,))])
+
+
+def test_the_mask_tokens_own_logit_does_not_matter() -> None:
+    def logits(canvas: np.ndarray) -> np.ndarray:
+        out = np.zeros((len(canvas), VOCAB), np.float32)
+        out[:, MASK] = np.nan
+        return out
+
+    assert judged(Scripted(), Scripted(logits), [answered()]).overall["kl_mean"] == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 21), ("mask_token_id", 17), ("eos_token_ids", (16,)), ("shift", 1)])
+def test_two_different_denoisers_are_not_compared(name: str, value: Any) -> None:
+    other = Scripted()
+    setattr(other, name, value)
+    with pytest.raises(JudgeError, match=f"{name} is .* two different denoisers"):
+        judged(Scripted(), other, [answered()])
+    with pytest.raises(JudgeError, match=name):
+        judged(Scripted(), Scripted(), [answered()], noise_floor=other)
+    with pytest.raises(JudgeError, match=name):
+        refit_threshold(Scripted(), other, [answered()], POLICY, 8, decode)
+
+
+def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
+    masked = Sample(np.array([1, MASK, 3, EOS]), 1, "x", "y")
+    with pytest.raises(JudgeError, match="sample 2: its text holds the mask token"):
+        judged(Scripted(), Scripted(), [answered(), masked])
+    with pytest.raises(JudgeError, match="sample 1: nothing behind its prompt"):
+        judged(Scripted(), Scripted(), [Sample(np.array([1, 2]), 2, None, None)])
+    short = Scripted()
+    short.max_canvas_length = 3
+    with pytest.raises(JudgeError, match="sample 1: its prompt of 3 tokens fills the canvas"):
+        judged(Scripted(), short, [answered()])
+    with pytest.raises(JudgeError, match="no samples"):
+        judged(Scripted(), Scripted(), [])
+    with pytest.raises(JudgeError, match="at least one"):
+        judged(Scripted(), Scripted(), [answered()], max_new_tokens=0)
+
+
+# --- Budgets ---
+
+
+@pytest.fixture(scope="module")
+def judgement() -> Judgement:
+    """Made up: 2% more loss, 95% top-1, 10% more passes, 80% right."""
+    bucket = {"ce_increase": 0.01, "top1": 0.97}
+    return Judgement(
+        reference="fp32",
+        candidate="int4",
+        data={},
+        policy={},
+        buckets=[{"mask_ratio": 0.05} | bucket, {"mask_ratio": 0.15, "ce_increase": 0.09, "top1": 0.9}],
+        overall={"ce_increase": 0.02, "top1": 0.95},
+        frontier={},
+        free_running={"nfe_ratio": 1.1, "task": {"candidate": 0.8}},
+        layers=[{"layer": f"blocks.{i}.mlp.down", "format": "int4", "kl": 0.0, "frontier_kl": 0.1 * i} for i in (1, 4, 3, 2)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "missed", "words"),
+    [
+        (Budgets(max_ce_increase=0.02), Budgets(max_ce_increase=0.019), "cross-entropy rises by 2.00%, at most 1.90%"),
+        (Budgets(min_top1=0.95), Budgets(min_top1=0.96), "top-1 agreement is 95.00%, at least 96.00%"),
+        (Budgets(max_nfe_ratio=1.1), Budgets(max_nfe_ratio=1.05), "NFE ratio is 1.1000, at most 1.0500"),
+        (Budgets(min_task=0.8), Budgets(min_task=0.81), "task score is 80.00%, at least 81.00%"),
+    ],
+)
+def test_a_budget_is_kept_up_to_its_limit(judgement: Judgement, kept: Budgets, missed: Budgets, words: str) -> None:
+    good, bad = judgement.with_budgets(kept), judgement.with_budgets(missed)
+    assert good.passed
+    assert good.misses == []
+    assert [row["passed"] for row in good.budgets] == [True]
+    assert not bad.passed
+    assert not bad.as_dict()["passed"]
+    assert words in bad.misses[0]
+    assert "mask ratio 0.15" in bad.misses[1]
+    assert bad.misses[2].index("blocks.4.") < bad.misses[2].index("blocks.3.") < bad.misses[2].index("blocks.2.")
+    assert "blocks.1." not in bad.misses[2]
+
+
+def test_no_budget_is_no_miss_and_all_are_measured(judgement: Judgement) -> None:
+    assert judgement.with_budgets(Budgets()).passed
+    everything = judgement.with_budgets(Budgets(0.5, 0.99, 1.0, 0.5))
+    assert [row["passed"] for row in everything.budgets] == [True, False, False, True]
+
+
+def test_a_loss_out_of_nothing_exceeds_every_budget(judgement: Judgement) -> None:
+    lost = replace(judgement, overall={"ce_increase": None, "top1": 1.0})
+    assert not lost.with_budgets(Budgets(max_ce_increase=1e9)).passed
+    assert "inf" in lost.with_budgets(Budgets(max_ce_increase=1e9)).misses[0]
+
+
+def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
+    with pytest.raises(JudgeError, match="no answers"):
+        Budgets(min_task=0.5).check([text_sample()])
+    Budgets(min_task=0.5).check([text_sample(), answered()])
+    Budgets(max_nfe_ratio=1.0).check([text_sample()])
+    with pytest.raises(JudgeError, match="no answers"):
+        replace(judgement, free_running={"nfe_ratio": 1.0, "task": None}).with_budgets(Budgets(min_task=0.5))
+
+
+# --- The threshold, fitted again ---
+
+
+def writer(good_from: float) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
+    """Writes the answer from a threshold on, and takes a pass more every tenth of it."""
+
+    def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
+        is_good = policy.commit == "static" or policy.threshold >= good_from
+        written = [7, 8, 9] if is_good else [7, 8, 4]
+        return [*written, *[EOS] * (count - 3)], count if policy.commit == "static" else int(policy.threshold * 10 + 1e-9)
+
+    return write
+
+
+GRID = (0.3, 0.5, 0.62, 0.65, 0.8)
+
+
+@pytest.mark.parametrize(("sample", "quality"), [(answered(), "task"), (text_sample(6), "agreement")])
+def test_the_refitted_threshold_gives_the_quality_back_at_the_fewest_passes(sample: Sample, quality: str) -> None:
+    calls = []
+    found = refit_threshold(
+        Scripted(write=writer(0.9)),
+        Scripted(write=writer(0.6)),
+        [sample] * 2,
+        POLICY,
+        8,
+        decode,
+        GRID,
+        preset="fast-dllm",
+        on_done=lambda: calls.append(1),
+    )
+    assert found.reached
+    assert (found.refitted.threshold, found.refitted.nfe) == (0.65, 6)  # 0.62 takes as many passes and is bolder
+    assert (found.original.threshold, found.original.nfe) == (0.9, 9)
+    assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
+    assert [point.threshold for point in found.curve] == [*GRID, 0.9]
+    assert found.curve[0].quality == (0 if quality == "task" else 0.75)  # of three tokens and the end
+    assert len(calls) == refit_steps(2, POLICY, GRID, is_task=quality == "task")
+    as_dict = found.as_dict()
+    assert json.loads(json.dumps(as_dict)) == as_dict
+    assert set(as_dict) == {"preset", "original", "reference", "refitted", "reached", "quality", "curve"}
+    assert as_dict["preset"] == "fast-dllm"
+
+
+def test_a_quality_that_no_threshold_gives_back_is_flagged() -> None:
+    found = refit_threshold(Scripted(write=writer(0.2)), Scripted(write=writer(2.0)), [answered()], POLICY, 8, decode, GRID)
+    assert not found.reached
+    assert (found.reference.quality, found.refitted.quality) == (1, 0)
+    assert found.refitted.nfe == min(point.nfe for point in found.curve)
+
+
+@pytest.mark.parametrize("commit", ["static", "factor", "timestep", "entropy_bound", "sequential"])
+def test_a_policy_without_threshold_is_refused(commit: str) -> None:
+    with pytest.raises(RequestError, match=f"'{commit}' has no threshold .* fast-dllm"):
+        refit_threshold(Scripted(), Scripted(), [answered()], replace(POLICY, commit=commit), 8, decode)
+
+
+def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_text(tmp_path: Path) -> None:
+    reference = TorchPredictor(load(write_checkpoint(tmp_path, llada_config(n_layers=1), seed=3)), "torch")
+    policy = PRESETS["fast-dllm"].with_fields({"block_length": 8, "threshold": 0.05})
+    found = refit_threshold(reference, reference, _samples(reference, 2), policy, 8, no_text, (0.01, 0.5))
+    assert found.quality == "agreement"  # no tokenizer, so that answers cannot be read
+    assert found.reached
+    assert found.original == found.reference
+    assert found.refitted.nfe <= found.reference.nfe
+    assert found.curve[-1].nfe >= found.curve[0].nfe

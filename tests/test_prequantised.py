@@ -1,0 +1,398 @@
+"""Quantised checkpoints of modelopt's unified export load as they are: every code, every scale, and nothing that is damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checkpoints import E2M1, dream_config, llada_config, write_checkpoint, write_quantised
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from dlm_calibration.formats import activation_scale, quantise_weight
+from dlm_export import families
+from dlm_export.checkpoint import FORMATS, Checkpoint, CheckpointError
+from dlm_export.families.base import Overrides
+from dlm_export.families.prequantised import StoredQuantised
+
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+CONFIGS = {"llada": llada_config(n_kv_heads=2), "dream": dream_config()}
+WEIGHTS, SAID = "model.safetensors", "hf_quant_config.json"
+LAYER, RELEASED = "blocks.1.mlp.down", "model.layers.1.mlp.down_proj"
+FLOAT32 = np.dtype(np.float32)
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+def _weights(path: Path) -> families.Weights:
+    checkpoint = Checkpoint(path)
+    return families.Weights(checkpoint, families.read_capabilities(checkpoint, Overrides()))
+
+
+def _retensor(path: Path, change: Change) -> None:
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS)
+
+
+def _say(path: Path, **values: Any) -> None:
+    said = json.loads((path / SAID).read_text())
+    said["quantization"] |= values
+    (path / SAID).write_text(json.dumps(said))
+
+
+def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
+    """What a stored matrix ``[out, in]`` stands for, element by element from the format's definition, in float64."""
+    codes = tensors[f"{base}.weight"]
+    if codes.dtype == torch.float32:
+        return codes.double()
+    scale = tensors[f"{base}.weight_scale"]
+    if codes.dtype == torch.float8_e4m3fn:
+        return codes.double() * (scale.double()[:, None] if scale.dim() else scale.double())
+    values = torch.cat((E2M1, -E2M1)).double()
+    pairs = torch.stack((values[(codes & 15).long()], values[(codes >> 4).long()]), -1).flatten(1)
+    return pairs * scale.double().repeat_interleave(16, 1) * tensors[f"{base}.weight_scale_2"].double()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("head", [False, True], ids=["plain-head", "quantised-head"])
+def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
+    tmp_path: Path, family: str, algorithm: str, head: bool
+) -> None:
+    path = write_quantised(tmp_path, CONFIGS[family], algorithm, seed=3, head=head)
+    weights, tensors = _weights(path), load_file(path / WEIGHTS)
+    assert len(weights.quantised) == 14 + head
+    assert weights.notes == []
+    for parameter, source in weights.sources.items():
+        base = source.tensor.removesuffix(".weight")
+        expected = _dequantised(tensors, base).T if source.transpose else tensors[source.tensor].double()
+        array = weights.read(parameter, FLOAT32)
+        assert array.flags.c_contiguous
+        # Two fp32 products where the definition has none: 2 units in the last place at most.
+        np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_codes_and_scales_come_over_bit_for_bit(tmp_path: Path, algorithm: str) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], algorithm)
+    stored, tensors = _weights(path).stored(f"{LAYER}.weight"), load_file(path / WEIGHTS)
+    assert stored is not None
+    assert stored.algorithm == algorithm
+    assert stored.weight.shape == (96, 64)
+    assert stored.input_scale == tensors[f"{RELEASED}.input_scale"].item()
+    codes = tensors[f"{RELEASED}.weight"]
+    if algorithm == "FP8":
+        assert np.array_equal(stored.weight.codes.view(np.uint8), codes.view(torch.uint8).T.numpy())
+        assert np.array_equal(stored.weight.scales, np.full(64, tensors[f"{RELEASED}.weight_scale"].item(), np.float32))
+        assert stored.weight.global_scale is None
+    else:
+        assert np.array_equal(stored.weight.codes[:, 0::2], (codes & 15).numpy())
+        assert np.array_equal(stored.weight.codes[:, 1::2], (codes >> 4).numpy())
+        scales = tensors[f"{RELEASED}.weight_scale"].view(torch.uint8).numpy()
+        assert np.array_equal(stored.weight.scales.view(np.uint8), scales)
+        assert stored.weight.scales.dtype == ml_dtypes.float8_e4m3fn
+        assert stored.weight.global_scale == tensors[f"{RELEASED}.weight_scale_2"].item()
+
+
+def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
+    weights = _weights(write_quantised(tmp_path, CONFIGS["dream"], "NVFP4"))
+    assert weights.stored("head.weight") is None
+    assert weights.stored("embed.weight") is None
+
+
+def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
+    """FP8's and NVFP4's largest value sits on the largest code, so the ranges and with them all codes are found again."""
+    for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
+        stored = _weights(write_quantised(tmp_path / algorithm, CONFIGS["dream"], algorithm)).stored(f"{LAYER}.weight")
+        assert stored is not None
+        again = quantise_weight(stored.weight.dequantise(), stored.weight.format)
+        # Minus zero and zero are one value; a scale found again may be off in the last place.
+        np.testing.assert_allclose(again.dequantise(), stored.weight.dequantise(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algorithm: str) -> None:
+    path = write_quantised(tmp_path / "quantised", CONFIGS["llada"], algorithm, seed=4)
+    plain = write_checkpoint(tmp_path / "plain", CONFIGS["llada"], seed=4)
+    original = families.load(_weights(plain), _capabilities(plain))
+    tensors = load_file(path / WEIGHTS)
+    _retensor(plain, lambda t: t.update({n: _dequantised(tensors, n.removesuffix(".weight")).float() for n in _matrices(t)}))
+    ids = torch.randint(0, 150, (1, 24), generator=torch.Generator().manual_seed(0))
+    ours = families.load(_weights(path), _capabilities(path))(ids)
+    expected = families.load(_weights(plain), _capabilities(plain))(ids)
+    spread = expected.max() - expected.min()
+    assert float((ours - expected).abs().max() / spread) < 1e-5
+    assert float((ours - original(ids)).abs().max() / spread) > 1e-3  # quantised it is
+
+
+def _matrices(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor.dim() == 2]
+
+
+def _capabilities(path: Path) -> Any:
+    return families.read_capabilities(Checkpoint(path), Overrides())
+
+
+@given(st.floats(min_value=2.0**-100, max_value=2.0**100, width=32), st.sampled_from(["FP8", "NVFP4"]))
+def test_the_range_of_an_input_gives_its_scale_back_to_the_bit(amax: float, algorithm: str) -> None:
+    number_format = FORMATS[algorithm]
+    scale = np.float32(np.float32(amax) / np.float32(448 if algorithm == "FP8" else 6 * 448))
+    weight = quantise_weight(np.ones((16, 1), np.float32), number_format)
+    assert activation_scale(number_format, StoredQuantised(algorithm, weight, scale).input_amax) == scale
+
+
+# ---- What a checkpoint says of itself ----
+
+
+def test_a_quantised_checkpoint_says_by_whom_and_how(tmp_path: Path) -> None:
+    quantisation = Checkpoint(write_quantised(tmp_path / "a", CONFIGS["dream"], "NVFP4")).quantisation
+    assert str(quantisation) == "NVFP4 (modelopt 0.47.0)"
+    mixed = Checkpoint(write_quantised(tmp_path / "b", CONFIGS["dream"], "MIXED_PRECISION")).quantisation
+    assert str(mixed) == "FP8 and NVFP4 (modelopt 0.47.0)"
+    assert Checkpoint(write_checkpoint(tmp_path / "c", CONFIGS["dream"])).quantisation is None
+
+
+def test_names_that_would_spoil_a_terminal_are_not_shown(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
+    said = json.loads((path / SAID).read_text()) | {"producer": {"name": "\x1b[2J", "version": ["x"]}}
+    (path / SAID).write_text(json.dumps(said))
+    assert str(Checkpoint(path).quantisation) == "FP8 (unknown producer)"
+
+
+def test_stored_bytes_count_codes_and_scales(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    assert Checkpoint(path).weight_bytes == sum(tensor.nbytes for tensor in load_file(path / WEIGHTS).values())
+
+
+def test_config_json_alone_is_enough(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    (path / SAID).unlink()
+    embedded = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}},
+    }
+    (path / "config.json").write_text(json.dumps(CONFIGS["dream"] | {"quantization_config": embedded}))
+    checkpoint = Checkpoint(path)
+    assert str(checkpoint.quantisation) == "NVFP4 (modelopt 0.29.0)"
+    assert checkpoint.quantisation is not None
+    assert checkpoint.quantisation.kv_cache == "FP8"
+    assert len(_weights(path).quantised) == 14
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "lm*", "model.layers.0*", "model.layers.0.*", "model.layers.0", "*.k_proj"])
+def test_modules_that_a_pattern_leaves_out_are_expected_in_full_precision(tmp_path: Path, pattern: str) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "FP8", head=True)
+    _say(path, exclude_modules=[pattern])
+    with pytest.raises(CheckpointError, match=r"tensors of the wrong type: .* is F8_E4M3, expected BF16 or F16 or F32"):
+        _weights(path)
+
+
+def test_a_matrix_in_full_precision_is_read_and_said_where_nothing_leaves_it_out(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
+    _say(path, exclude_modules=None)
+    weights = _weights(path)
+    assert weights.notes == ["1 matrices are in full precision, which hf_quant_config.json does not say: lm_head.weight"]
+    assert weights.stored("head.weight") is None
+
+
+def test_scales_of_a_quantised_cache_are_left_aside_aloud(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
+    _say(path, kv_cache_quant_algo="FP8")
+    names = [f"model.layers.{i}.self_attn.{kv}_proj.{kv}_scale" for i in range(2) for kv in "kv"]
+    _retensor(path, lambda t: t.update({name: torch.tensor(0.5) for name in names}))
+    (note,) = _weights(path).notes
+    assert note.startswith("4 scales of a quantised FP8 cache are not used")
+    assert names[0] in note
+
+
+# ---- Damage ----
+
+TENSORS: dict[str, tuple[str, Change, str]] = {
+    "a scale is missing": ("NVFP4", lambda t: t.pop(f"{RELEASED}.weight_scale"), f"1 tensors missing: {RELEASED}.weight_scale"),
+    "the tensor's scale is missing": (
+        "NVFP4",
+        lambda t: t.pop(f"{RELEASED}.weight_scale_2"),
+        f"1 tensors missing: {RELEASED}.weight_scale_2",
+    ),
+    "an FP8 scale is missing": ("FP8", lambda t: t.pop(f"{RELEASED}.weight_scale"), "1 tensors missing"),
+    "the weight is missing": ("NVFP4", lambda t: t.pop(f"{RELEASED}.weight"), f"1 tensors missing: {RELEASED}.weight"),
+    "a scale too many": (
+        "FP8",
+        lambda t: t.update({f"{RELEASED}.weight_scale_2": torch.tensor(1.0)}),
+        f"1 tensors not known: {RELEASED}.weight_scale_2",
+    ),
+    "a scale that smooths": (
+        "NVFP4",
+        lambda t: t.update({f"{RELEASED}.pre_quant_scale": torch.ones(96)}),
+        f"1 tensors not known: {RELEASED}.pre_quant_scale",
+    ),
+    "an input scale where inputs stay": (
+        "W4A16_NVFP4",
+        lambda t: t.update({f"{RELEASED}.input_scale": torch.tensor(1.0)}),
+        "1 tensors not known",
+    ),
+    "scales of another width": (
+        "NVFP4",
+        lambda t: t.update({f"{RELEASED}.weight_scale": t[f"{RELEASED}.weight_scale"][:, :3].contiguous()}),
+        r"weight_scale is \[64, 3\], expected \[64, 6\]",
+    ),
+    "one scale for each input": (
+        "FP8",
+        lambda t: t.update({f"{RELEASED}.weight_scale": torch.ones(96)}),
+        r"weight_scale is \[96\], expected \[\] or \[1\] or \[64\] or \[64, 1\]",
+    ),
+    "codes not packed": (
+        "NVFP4",
+        lambda t: t.update({f"{RELEASED}.weight": torch.zeros(64, 96, dtype=torch.uint8)}),
+        r"weight is \[64, 96\], expected \[64, 48\]",
+    ),
+    "codes of another format": (
+        "NVFP4",
+        lambda t: t.update({f"{RELEASED}.weight": torch.zeros(64, 48).to(torch.float8_e4m3fn)}),
+        "weight is F8_E4M3, expected U8",
+    ),
+    "scales of another type": (
+        "NVFP4",
+        lambda t: t.update({f"{RELEASED}.weight_scale": t[f"{RELEASED}.weight_scale"].float()}),
+        "weight_scale is F32, expected F8_E4M3",
+    ),
+    "a quantised norm": (
+        "FP8",
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
+        "model.norm.weight is F8_E4M3, expected BF16 or F16 or F32",
+    ),
+    "a quantised embedding": (
+        "NVFP4",
+        lambda t: t.update({"model.embed_tokens.weight": torch.zeros(160, 32, dtype=torch.uint8)}),
+        "model.embed_tokens.weight is U8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
+    algorithm, change, says = TENSORS[name]
+    path = write_quantised(tmp_path, CONFIGS["dream"], algorithm)
+    _retensor(path, change)
+    with pytest.raises(CheckpointError, match=says):
+        _weights(path)
+
+
+def _nan_code(tensors: dict[str, torch.Tensor], name: str) -> None:
+    bits = tensors[name].view(torch.uint8).clone()
+    bits[3, 2] = 0x7F
+    tensors[name] = bits.view(torch.float8_e4m3fn)
+
+
+VALUES: dict[str, tuple[str, Change, str]] = {
+    "a code is NaN": ("FP8", lambda t: _nan_code(t, f"{RELEASED}.weight"), "1 of 6144 codes are NaN in"),
+    "a group scale is NaN": ("NVFP4", lambda t: _nan_code(t, f"{RELEASED}.weight_scale"), "1 of 384 group scales are NaN"),
+    "a group scale is negative": ("NVFP4", lambda t: t[f"{RELEASED}.weight_scale"].view(torch.uint8).add_(128), "negative"),
+    "the tensor's scale is infinite": ("NVFP4", lambda t: t[f"{RELEASED}.weight_scale_2"].fill_(np.inf), "not finite and"),
+    "a scale is NaN": ("FP8", lambda t: t[f"{RELEASED}.weight_scale"].fill_(np.nan), "not finite and positive"),
+    "a scale is zero": ("FP8", lambda t: t[f"{RELEASED}.weight_scale"].fill_(0), "not finite and positive"),
+    "an input was never seen": ("NVFP4", lambda t: t[f"{RELEASED}.input_scale"].fill_(0), f"in {RELEASED}.input_scale"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_scales_and_codes_that_are_no_numbers_are_refused(tmp_path: Path, name: str) -> None:
+    algorithm, change, says = VALUES[name]
+    path = write_quantised(tmp_path, CONFIGS["dream"], algorithm)
+    _retensor(path, change)
+    weights = _weights(path)
+    with pytest.raises(CheckpointError, match=says):
+        weights.read(f"{LAYER}.weight", FLOAT32)
+    assert np.isfinite(weights.read("blocks.0.mlp.down.weight", FLOAT32)).all()
+
+
+def test_a_group_of_zeros_with_a_zero_scale_is_zeros(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    _retensor(path, lambda t: t[f"{RELEASED}.weight_scale"].view(torch.uint8)[5].zero_())
+    assert not _weights(path).read(f"{LAYER}.weight", FLOAT32)[:, 5].any()
+
+
+def test_inputs_that_groups_do_not_divide_are_named(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, dream_config(intermediate_size=104), "FP8")
+    names = [name for name in load_file(path / WEIGHTS) if name.endswith("down_proj.weight")]
+    _say(path, quant_algo="NVFP4")
+    with pytest.raises(CheckpointError, match=f"2 tensors that NVFP4's groups do not divide: {names[0]} has 104 inputs"):
+        _weights(path)
+
+
+SAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "an algorithm that is not read": ({"quant_algo": "W4A16_AWQ"}, r"'W4A16_AWQ', which is not read; FP8, FP8_PER_CHANNEL"),
+    "an algorithm with smoothing": ({"quant_algo": "NVFP4_AWQ"}, "which is not read"),
+    "an algorithm that is a list": ({"quant_algo": ["FP8"]}, r"\['FP8'\], which is not read"),
+    "groups of 32": ({"group_size": 32}, "group_size is 32; NVFP4 has groups of 16"),
+    "patterns that are a text": ({"exclude_modules": "lm_head"}, "must be a list of names"),
+    "patterns that are numbers": ({"exclude_modules": [1]}, "must be a list of names"),
+    "mixed without layers": ({"quant_algo": "MIXED_PRECISION"}, "needs quantized_layers"),
+    "mixed with odd layers": ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}}, "needs quantized_layers"),
+    "mixed with an unknown algorithm": (
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {RELEASED: {"quant_algo": "INT3"}}},
+        f"quant_algo of '{RELEASED}' is 'INT3', which is not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_the_file_says_is_checked(tmp_path: Path, name: str) -> None:
+    values, says = SAYS[name]
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    _say(path, **values)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        _weights(path)
+    assert SAID in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"quantization": 3}', "{}", "\x00"])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    (path / SAID).write_text(text)
+    with pytest.raises(CheckpointError, match=SAID):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("embedded", "says"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantised by 'gptq', which is not read"),
+        ({}, "quantised by None"),
+        ("fp8", "quantization_config must be an object, found str"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'NVFP4', but config.json says 'FP8'"),
+    ],
+)
+def test_config_json_is_checked_too(tmp_path: Path, embedded: Any, says: str) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    (path / "config.json").write_text(json.dumps(CONFIGS["dream"] | {"quantization_config": embedded}))
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoint(path)
+
+
+def test_quantised_tensors_without_a_word_on_them_are_refused(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
+    (path / SAID).unlink()
+    with pytest.raises(CheckpointError, match=f"stored as F8_E4M3; only BF16, F16, F32 .* where {SAID} is beside them"):
+        Checkpoint(path)
+
+
+def test_a_cache_alone_being_quantised_leaves_the_weights_plain(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, CONFIGS["dream"])
+    said = {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (path / SAID).write_text(json.dumps(said))
+    _retensor(path, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}))
+    weights = _weights(path)
+    assert weights.quantised == {}
+    assert len(weights.notes) == 1

@@ -1,0 +1,228 @@
+"""Quantising from the command line: what is written, what is refused, and that nothing is left of a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+import dlm_runtime
+from dlm_export import targets
+from dlm_export.cli import main
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "examples" / "demo-denoiser"
+HELD_OUT = ROOT / "examples" / "demo" / "heldout.jsonl"
+SCHEMA = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+SMALL = ("--calib-samples", "6", "--calib-states", "4", "--judged", "3")
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def _fails(out: Path, *arguments: object, code: int, says: tuple[str, ...]) -> None:
+    result = _run(*arguments, "-o", out)
+    assert result.exit_code == code, result.output
+    for text in says:
+        assert text in result.stderr, result.stderr
+    assert "Traceback" not in result.output
+    assert not out.parent.exists() or os.listdir(out.parent) == [], "something was left behind"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "bundle"
+
+
+@pytest.fixture(scope="session")
+def int8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A tiny int8-static bundle, built with everything that a build does, and what the command printed."""
+    folder = tmp_path_factory.mktemp("quantised") / "int8"
+    result = _run("build", llada_checkpoint, "--precision", "int8-static", "-o", folder, *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    return folder, json.loads(result.stdout)
+
+
+def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tuple[Path, dict[str, Any]]) -> None:
+    folder, printed = int8
+    manifest = json.loads((folder / "manifest.json").read_text())
+    jsonschema.validate(manifest, SCHEMA)
+    precision = manifest["precision"]
+    assert (precision["name"], precision["simulated"]) == ("int8-static", False)
+    assert precision["layers"]["blocks.1.mlp.down"] == "int8-static"
+    assert precision["layers"]["head"] == "high"
+    assert precision["calibration"]["states"] == 24
+    assert len(precision["calibration"]["states_sha256"]) == 64
+    assert (
+        manifest["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
+        or not (precision["threshold"]["reached"])
+    )
+    accuracy = json.loads((folder / "accuracy.json").read_text())
+    assert {row["layer"] for row in accuracy["judgement"]["layers"]} == {
+        layer for layer, name in precision["layers"].items() if name != "high"
+    }
+    assert len(accuracy["judgement"]["buckets"]) == 10
+    assert "<svg" in (folder / "report.html").read_text()
+    assert "random token ids" in printed["warnings"][0]
+    assert printed["parity"]["passed"]
+    with dlm_runtime.open(folder, threads=1) as bundle:
+        assert bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, preset="fast-dllm").nfe > 0
+
+
+def test_the_same_seed_gives_the_same_bundle(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, out: Path) -> None:
+    folder, _ = int8
+    assert _run("build", llada_checkpoint, "--precision", "int8-static", "-o", out, *SMALL, "--no-verify").exit_code == 0
+    first, second = (json.loads((path / "manifest.json").read_text()) for path in (folder, out))
+    for name in ("denoiser.onnx", "denoiser.onnx.data"):
+        assert first["files"][name] == second["files"][name]
+    assert first["precision"]["calibration"] == second["precision"]["calibration"]
+
+
+def test_a_bundle_quantises_to_what_its_checkpoint_does(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+    for number, source in enumerate((llada_bundle, llada_checkpoint)):
+        result = _run("quantize", source, "--precision", "int4-rtn", "-o", tmp_path / str(number), "--no-verify")
+        assert result.exit_code == 0, result.output
+    first, second = ((tmp_path / name / "denoiser.onnx.data").read_bytes() for name in "01")
+    assert first == second
+
+
+def test_verify_judges_a_quantised_bundle_and_writes_a_report(
+    int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, tmp_path: Path
+) -> None:
+    arguments = ("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 3, "--report", tmp_path / "report")
+    result = _run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"]
+    assert sorted(os.listdir(tmp_path / "report")) == ["accuracy.json", "report.html"]
+    result = _run(*arguments, "--min-top1", "1.0", "--max-ce-increase", "0")
+    assert result.exit_code == 3
+    for text in ("top-1 agreement", "worst bucket: mask ratio", "worst layers: blocks."):
+        assert text in result.stderr
+
+
+def test_compare_judges_one_bundle_by_another(
+    int8: tuple[Path, dict[str, Any]], llada_bundle: Path, dream_bundle: Path
+) -> None:
+    result = _run("compare", llada_bundle, int8[0], "--judged", 3)
+    assert result.exit_code == 0, result.output
+    assert "int8 against llada" in result.stdout
+    same = json.loads(_run("compare", llada_bundle, llada_bundle, "--judged", 2, "--json").stdout)
+    assert (same["overall"]["kl_mean"], same["frontier"]["flips"], same["free_running"]["exact_match"]) == (0.0, 0, 1.0)
+    other = _run("compare", llada_bundle, dream_bundle, "--judged", 2)
+    assert other.exit_code == 1
+    assert "shift" in other.stderr
+
+
+def test_a_budget_that_is_missed_leaves_no_bundle(llada_checkpoint: Path, out: Path) -> None:
+    options = ("--precision", "int4-rtn", *SMALL, "--min-top1", "1.0")
+    _fails(out, "build", llada_checkpoint, *options, code=3, says=("top-1 agreement", "worst bucket", "worst layers"))
+
+
+def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out: Path) -> None:
+    options = ("--precision", "auto", *SMALL, "--max-ce-increase", "0.002", "--json")
+    result = _run("build", llada_checkpoint, *options, "-o", out)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    chosen = next(point for point in printed["curve"] if point["chosen"])
+    assert chosen["ce_increase"] <= 0.002
+    sizes = [point["weight_bytes"] for point in printed["curve"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(json.loads((out / "manifest.json").read_text())["precision"]["layers"].values()) <= {
+        "high",
+        "int4-g32",
+        "int8-dynamic",
+    }
+    again = _run("build", llada_checkpoint, *options, "-o", out, "--force")
+    assert json.loads(again.stdout)["curve"] == printed["curve"]
+
+
+def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, out: Path) -> None:
+    result = _run("build", llada_checkpoint, "--precision", "mixed", "-o", out, *SMALL, "--no-verify")
+    assert result.exit_code == 0, result.output
+    assert "Simulated" in result.stdout
+    with dlm_runtime.open(out, threads=1) as bundle:
+        assert bundle.manifest["precision"]["simulated"] is True
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("", "holds no samples"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n', "line 2"),
+        ('{"prompt": "a", "completion": "b"}\n{"question": "a"}\n', "line 2"),
+        (json.dumps({"prompt": "call mum " * 300, "completion": "x"}) + "\n", "512"),
+    ],
+    ids=["empty", "broken line", "no known key", "longer than the canvas"],
+)
+def test_bad_calibration_data_is_refused_by_its_line(lines: str, says: str, tmp_path: Path, out: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(lines)
+    _fails(out, "build", DEMO, "--precision", "fp8", "--calib", path, "--no-verify", code=1, says=(str(path), says))
+
+
+def test_a_recipe_with_an_unknown_layer_is_refused(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[layers]\n"blocks.7.mlp.down" = "fp8"\n')
+    _fails(
+        out, "build", llada_checkpoint, "--precision", path, code=2, says=("no layer is called 'blocks.7.mlp.down'", "mlp.gate")
+    )
+
+
+def test_nvfp4_is_refused_for_a_target_without_it(llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = targets.Target(
+        "old-board", "a board of 2019", "onnxruntime", ("fp32",), ("int8-dynamic", "int8-static"), ("int8-dynamic",), ""
+    )
+    monkeypatch.setitem(targets.TARGETS, "old-board", old)
+    options = ("--target", "old-board", "--precision")
+    _fails(
+        out, "build", llada_checkpoint, *options, "nvfp4", code=2, says=("target old-board does not run nvfp4", "int8-static")
+    )
+    _fails(out, "build", llada_checkpoint, *options, "fp16", code=2, says=("does not run 'fp16'",))
+
+
+def _damaged(checkpoint: Path, folder: Path, tensor: str, change: Any) -> Path:
+    copy = Path(shutil.copytree(checkpoint, folder))
+    weights = load_file(copy / "model.safetensors")
+    weights[tensor] = change(weights[tensor])
+    save_file(weights, copy / "model.safetensors")
+    return copy
+
+
+def test_activations_that_are_not_finite_are_refused_by_layer(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
+    name = "model.transformer.blocks.0.up_proj.weight"
+    checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, lambda w: torch.full_like(w, 3e38))
+    options = ("--precision", "fp8", *SMALL, "--no-verify")
+    _fails(out, "build", checkpoint, *options, code=1, says=("blocks.0.mlp.down", "infinite"))
+
+
+@pytest.mark.parametrize("precision", ["int8-static", "int4", "nvfp4", "fp8"])
+def test_channels_that_are_all_zero_quantise(llada_checkpoint: Path, precision: str, tmp_path: Path, out: Path) -> None:
+    def zero(w: torch.Tensor) -> torch.Tensor:
+        w[:16] = 0.0
+        w[:, :16] = 0.0
+        return w
+
+    name = "model.transformer.blocks.0.up_proj.weight"
+    checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, zero)
+    assert _run("build", checkpoint, "--precision", precision, "-o", out, *SMALL, "--no-verify").exit_code == 0
+    with dlm_runtime.open(out, threads=1) as bundle:
+        assert bool(torch.from_numpy(bundle.logits([1, 2, 150, 150])).isfinite().all())
+
+
+def test_a_quantised_bundle_is_not_quantised_again(int8: tuple[Path, dict[str, Any]], out: Path) -> None:
+    _fails(out, "quantize", int8[0], "--precision", "int4", code=1, says=("is quantised already (int8-static)", "checkpoint"))
+
+
+def test_min_task_needs_answers(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path) -> None:
+    result = _run("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2, "--min-task", "0.5")
+    assert result.exit_code == 1
+    assert "no answers" in result.stderr

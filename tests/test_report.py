@@ -1,0 +1,337 @@
+"""report.html from made-up results: nothing is lost, nothing runs, and a real browser lays it out at 360 px."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+
+from made_up_results import FILES, HOSTILE, ROLES, made_up_accuracy, made_up_manifest
+
+from dlm_export import figures, report
+from dlm_export.report import ReportError, write_report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FIGURES = ("Loss by mask ratio", "Range drift by layer", "Sensitivity by layer", "Passes a prompt", "Quality against passes")
+
+
+def rendered(folder: Path, manifest: dict[str, Any] | None = None, accuracy: dict[str, Any] | None = None) -> str:
+    path = folder / "report.html"
+    write_report(path, manifest or made_up_manifest(), made_up_accuracy() if accuracy is None else accuracy, FILES)
+    return path.read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page; fails on elements that are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return rendered(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the drawing itself out, the slowest part, where a test is about words."""
+    monkeypatch.setattr(
+        figures, "_draw", lambda title, description, height, paint, **words: figures.Figure(title, svg="", **words)
+    )
+
+
+def test_every_section_and_figure_is_on_the_page(page_text: str) -> None:
+    page = Page(page_text)
+    links = {attrs["href"] for tag, attrs in page.elements if tag == "a"}
+    assert links == {f"#{attrs['id']}" for tag, attrs in page.elements if tag == "section"}
+    assert len(links) == 11
+    charts = [attrs for tag, attrs in page.elements if tag == "svg"]
+    assert [chart["role"] for chart in charts] == ["img"] * len(FIGURES)
+    assert all(len(chart["aria-label"] or "") > 60 for chart in charts)
+    assert all(f"<title>{title}</title>" in page_text for title in FIGURES)
+    identifiers = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
+    assert len(identifiers) == len(set(identifiers))
+    used = {attrs["xlink:href"] for tag, attrs in page.elements if tag == "use"}
+    used |= {f"#{name}" for name in re.findall(r"url\(#(\w+)\)", page_text)}
+    assert used
+    assert used <= {f"#{name}" for name in identifiers}
+
+
+def test_verdict_figures_and_worst_places_are_in_words(page_text: str) -> None:
+    text = Page(page_text).text
+    for words in (
+        "Failed. 1 of 2 stated budgets missed: increase of the masked cross-entropy, at most +1.00%, found +1.08%",
+        "Worst at mask ratio 0.95: masked cross-entropy +1.44%",
+        "Costliest layer: blocks.0.attention.q",
+        "Simulated.",
+        "Kept in high precision: blocks.*.mlp.down , lm_head , embedding , blocks.*.norm_1",
+        "87.74 MiB",
+        "1.031 (0.990 to 1.070)",
+        "\N{MINUS SIGN}0.6 (\N{MINUS SIGN}1.8 to +0.4)",
+        "At threshold 0.92 instead of 0.9",
+        "e5" * 32,
+        f"The other {12 * len(ROLES) - report.FIGURE_LAYERS} layers",
+    ):
+        assert words in text
+
+
+def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None:
+    manifest, accuracy = made_up_manifest(), made_up_accuracy()
+    names = [f"blocks.{i // 64}.mlp.experts.{i % 64}.down" for i in range(64 * 48)]
+    manifest["precision"]["layers"] = dict.fromkeys(names, "nvfp4")
+    row = accuracy["calibration"]["layers"][0]
+    accuracy["calibration"]["layers"] = [{**row, "layer": name} for name in names]
+    accuracy["judgement"]["layers"] = [{"layer": name, "format": "nvfp4", "kl": 0.0, "frontier_kl": 0.0} for name in names]
+    accuracy["judgement"]["free_running"]["samples"] = [
+        {
+            "prompt": "p " * 9000,
+            "answer": None,
+            "reference": "a b " * 9000,
+            "candidate": "a c " * 9000,
+            "reference_nfe": 1,
+            "candidate_nfe": 1,
+        }
+    ] * 12
+    text = rendered(tmp_path, manifest, accuracy)
+    assert len(text.encode()) < 600_000
+    assert "the rest is in accuracy.json" in text
+    assert "24 more kinds of layer are in the manifest" in text
+    page = Page(text)
+    assert not {tag for tag, _ in page.elements} & {"script", "img", "link", "iframe", "object", "base", "image"}
+    for _, attrs in page.elements:
+        assert not [name for name in attrs if name.startswith("on") or name in ("src", "srcset", "data")]
+        assert all((attrs.get(name) or "#").startswith("#") for name in ("href", "xlink:href"))
+    assert "@import" not in text
+    assert re.findall(r"url\((?!#)", text) == []
+
+
+def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
+    manifest, accuracy = made_up_manifest(), made_up_accuracy()
+    manifest["architecture"] = manifest["target"] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
+    manifest["precision"]["layers"][f"blocks.3.{HOSTILE}"] = HOSTILE
+    manifest["precision"]["high_precision"].append(HOSTILE)
+    judgement, calibration = accuracy["judgement"], accuracy["calibration"]
+    judgement["reference"] = judgement["candidate"] = judgement["policy"][HOSTILE] = calibration["data"]["name"] = HOSTILE
+    judgement["layers"][0]["layer"] = calibration["layers"][0]["layer"] = f"{HOSTILE}\n"
+    judgement["budgets"][0]["name"] = judgement["threshold"]["preset"] = HOSTILE
+    text = rendered(tmp_path, manifest, accuracy)
+    page = Page(text)
+    assert not {tag for tag, _ in page.elements} & {"script", "img"}
+    assert "{{ 7 * 7 }}" in page.text
+    assert not set(text) & {"\x00", "\u202e"}
+    assert "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\u2400\ufffd\ufffd" in page.text
+
+
+def test_figures_take_their_colours_and_fonts_from_the_page(page_text: str) -> None:
+    charts = "".join(re.findall(r"<svg.*?</svg>", page_text, re.DOTALL))
+    colours = set(re.findall(r"(?:fill|stroke|color): ([^;\"]+)", charts))
+    assert colours == {"none", "currentColor", *(f"var(--{name})" for name in ("muted", "rule", "reference", "candidate"))}
+    assert not re.search(r"font-family|font:|<style|mathdefault", charts)
+    assert "0.9" in re.findall(r"<text[^>]*>([^<]*)</text>", charts) or "0.8" in charts
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ("judgement", "Not judged."),
+        ("calibration", "No ranges were observed"),
+        ("judgement.frontier", "The frontier was not compared."),
+        ("judgement.free_running", "No prompt was run to its end."),
+        ("judgement.noise_floor", "Both denoisers saw the same masked canvases."),
+        ("judgement.threshold", "The threshold was not fitted again."),
+        ("judgement.layers", "The sensitivity of single layers was not measured."),
+        ("judgement.buckets", "The loss by mask ratio was not measured."),
+        ("judgement.budgets", "No budget was stated."),
+        ("judgement.free_running.task", "the data carries no answers"),
+        ("judgement.free_running.samples", "No generations were kept."),
+    ],
+)
+def test_a_section_without_results_says_so(tmp_path: Path, section: str, sentence: str) -> None:
+    accuracy = made_up_accuracy()
+    *parents, name = section.split(".")
+    owner = accuracy
+    for parent in parents:
+        owner = owner[parent]
+    owner[name] = [] if isinstance(owner[name], list) else None
+    assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_full_precision_bundle_with_parity_has_a_report_too(tmp_path: Path) -> None:
+    manifest = {**made_up_manifest(), "precision": {"name": "fp16"}}
+    graph = {"mask_ratio": 0.5, "rows": 64, "worst_difference": 0.01, "logit_range": 20.0, "relative": 5e-4, "argmax_equal": 63}
+    loop = {"name": "llada", "canvases": 3, "canvases_equal": 3, "nfe": 96, "nfe_equal": True, "first_difference": None}
+    tolerance = {"relative": 0.02, "agreement": 0.8}
+    parity = {"precision": "fp16", "tolerance": tolerance, "graph": [graph], "loop": [loop], "passed": True, "misses": []}
+    text = Page(rendered(tmp_path, manifest, {"parity": parity})).text
+    assert "Within the tolerance of fp16" in text
+    assert "No layer is quantised: the bundle holds its weights in fp16." in text
+
+
+def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    accuracy = made_up_accuracy()
+    row = accuracy["judgement"]["buckets"][4]
+    row["candidate_ce"], row["ce_increase"], row["ce_increase_interval"] = (
+        float("nan"),
+        float("inf"),
+        [float("nan"), float("inf")],
+    )
+    accuracy["judgement"]["noise_floor"] = accuracy["judgement"]["layers"][0]["frontier_kl"] = None
+    accuracy["calibration"]["layers"][0]["by_bucket"] = [None] * 10
+    accuracy["calibration"]["layers"][1]["drift"] = float("inf")
+    text = Page(rendered(tmp_path, accuracy=accuracy)).text
+    assert "Worst at mask ratio 0.45: masked cross-entropy not finite" in text
+    assert "not finite to not finite" in text
+
+
+def test_same_results_give_the_same_bytes(page_text: str, tmp_path: Path) -> None:
+    assert rendered(tmp_path) == page_text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_missing_key_is_an_error_that_names_it_and_leaves_the_old_report(tmp_path: Path) -> None:
+    for section, name in (("overall", "top5"), ("noise_floor", "ce_increase"), ("free_running", "token_agreement")):
+        accuracy = made_up_accuracy()
+        del accuracy["judgement"][section][name]
+        (tmp_path / "report.html").write_text("old", encoding="utf-8")
+        with pytest.raises(ReportError, match=name):
+            rendered(tmp_path, accuracy=accuracy)
+        assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+        assert (tmp_path / "report.html").read_text(encoding="utf-8") == "old"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="cannot write the report"):
+        rendered(tmp_path / "absent")
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ReportError, match=r"dlm-export\[report\]"):
+        rendered(tmp_path)
+
+
+@given(st.floats(0, 1), st.integers(1, 3))
+def test_percent_says_all_or_nothing_only_of_all_or_nothing(share: float, decimals: int) -> None:
+    text = figures.as_percent(share, decimals)
+    assert (float(text.strip("<>%")) == 0) == (share == 0)
+    assert (float(text.strip("<>%")) == 100) == (share == 1)
+
+
+@given(st.floats(-1e300, 1e300), st.integers(2, 6))
+def test_numbers_keep_their_significant_digits(value: float, digits: int) -> None:
+    text = figures.as_number(value, digits).replace(",", "").replace("\N{MINUS SIGN}", "-")
+    assert float(text) == pytest.approx(value, rel=0.51 * 10 ** (1 - digits))
+
+
+@given(st.text(), st.text())
+def test_compared_pieces_make_up_the_text(ours: str, theirs: str) -> None:
+    pieces = report.compared(ours, theirs)
+    assert pieces is not None
+    assert "".join(text for _, text in pieces) == ours
+    assert any(differs for differs, _ in pieces) <= (ours != theirs)
+
+
+@given(st.text(st.characters()))
+def test_printable_text_can_be_written_and_read_back(text: str) -> None:
+    shown = figures.printable(text)
+    assert len(shown) == len(text)
+    assert figures.printable(shown) == shown
+    shown.encode("utf-8")
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"(blocks\.[0-9]{1,2}\.)?[a-z]{1,2}", fullmatch=True), st.sampled_from(["int8", "fp8", "nvfp4"])
+    )
+)
+def test_layer_map_shows_every_layer_once(layers: dict[str, str]) -> None:
+    shown = report.layer_map(layers)
+    assert sum(count for _, count in shown["formats"]) == len(layers)
+    cells = [shown["formats"][k][0] for row in shown["rows"] for _, k in row["cells"] if k is not None]
+    assert sorted(cells) == sorted(layers.values())
+    assert sum(count for _, count in report.grouped(layers)) == len(layers)
+
+
+MEASURE = """
+const page = frames[0].document, root = page.documentElement, style = page.defaultView.getComputedStyle.bind(page.defaultView);
+const charts = [...page.querySelectorAll('svg.chart')].map(chart => {
+  const box = chart.getBoundingClientRect(), text = chart.querySelector('text');
+  return [chart.querySelector('title').textContent, box.left >= 0 && box.right <= 360, box.height > 100,
+    text.getBoundingClientRect().height > 9, style(text).fill].join('|');
+});
+document.body.textContent = ['MEASURED', root.scrollWidth, page.defaultView.innerWidth, style(page.body).backgroundColor,
+  style(page.body).color, ...charts].join('\\n') + '\\n';
+"""
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``rgb(r, g, b)``: WCAG 2.2."""
+    parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_browser_lays_out_every_figure_at_360_pixels(page_text: str, tmp_path: Path, scheme: str) -> None:
+    assert BROWSER is not None
+    # Chromium's windows are at least 500 pixels wide; a frame is as narrow as it is told to be.
+    frame = f'<iframe style="width:360px;height:800px;border:0" srcdoc="{html.escape(page_text)}"></iframe>'
+    wrapper = tmp_path / "wrapper.html"
+    wrapper.write_text(f"<!DOCTYPE html><body>{frame}<script>onload = () => {{{MEASURE}}}</script>", encoding="utf-8")
+    command = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += [f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}", "--dump-dom", wrapper.as_uri()]
+    out = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
+    width, inner, background, ink, *charts = html.unescape(out[out.index("MEASURED\n") : out.index("</body>")]).split("\n")[
+        1:-1
+    ]
+    assert (int(width), int(inner)) == (360, 360)
+    assert [chart.split("|") for chart in charts] == [[title, "true", "true", "true", ink] for title in FIGURES]
+    assert (luminance(background) < luminance(ink)) == (scheme == "dark")
+    low, high = sorted((luminance(background), luminance(ink)))
+    assert (high + 0.05) / (low + 0.05) > 7
