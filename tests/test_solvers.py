@@ -133,7 +133,9 @@ def test_gptq_equals_the_recurrence_it_reorders(format: str, rows: int, group_si
 
 
 @pytest.mark.parametrize("activation_order", [False, True])
-@pytest.mark.parametrize(("format", "group_size"), [("int4", 32), ("int4", None), ("int8", None)])
+@pytest.mark.parametrize(
+    ("format", "group_size"), [("int4", 32), ("int4", None), ("int8", None), ("fp8", None), ("nvfp4", None)]
+)
 def test_gptq_beats_rounding_to_nearest_on_correlated_inputs(
     format: str, group_size: int | None, activation_order: bool
 ) -> None:
@@ -233,8 +235,8 @@ def test_what_cannot_be_solved_is_refused() -> None:
         awq_scales(x, [w], _nearest_int4, grid=0)
     with pytest.raises(QuantisationError, match="channel 0 are not finite"):
         awq_scales(x * nan.astype(np.float32), [w], _nearest_int4)
-    with pytest.raises(QuantisationError, match="int4 and int8 here, not 'fp8'"):
-        gptq(w, gram, format="fp8")
+    with pytest.raises(QuantisationError, match="unknown format 'fp6'"):
+        gptq(w, gram, format="fp6")
     with pytest.raises(QuantisationError, match="damping of 0"):
         gptq(w, gram, damping=0)
     with pytest.raises(QuantisationError, match=r"\[31, 31\] does not belong to a weight of 32"):

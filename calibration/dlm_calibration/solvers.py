@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dlm_calibration.formats import (
-    INT4_GROUP_SIZE,
+    E2M1_VALUES,
     QuantisationError,
     QuantisedWeight,
+    e2m1_codes,
     encode,
     group_amax,
+    nvfp4_group_scales,
     quantise_weight,
     scales_of,
 )
@@ -111,40 +113,55 @@ def gptq(
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least: the rows behind a row make up for its rounding error.
 
     ``gram`` ``[K, K]`` is the (weighted) sum of ``x^T x`` over the calibration inputs. ``damping`` is the share of its mean
-    diagonal that is added to the diagonal. int4: groups of ``group_size`` rows (128 unless given), each scaled when it begins,
-    from the weights as corrected so far; int8: one scale a column. ``activation_order`` takes the rows by falling energy, with
-    every scale fixed beforehand. An input channel that was always zero is rounded to nearest and corrects nothing.
+    diagonal that is added to the diagonal. int4 (groups of ``group_size`` rows, 128 unless given) and nvfp4 (of 16): a group
+    is scaled when it begins, from the weights as corrected so far; int8 and fp8: one scale a column. ``activation_order``
+    takes the rows by falling energy, with every scale fixed beforehand. An input channel that was always zero is rounded to
+    nearest and corrects nothing.
 
-    Raises QuantisationError for other formats, shapes that do not match, values that are not finite, and a gram matrix that
+    Raises QuantisationError for unknown formats, shapes that do not match, values that are not finite, and a gram matrix that
     is not positive semi-definite. Time: K^2 N + K^3 multiply-adds; memory: about four float64 [K, K].
     """
-    if format not in ("int4", "int8"):
-        raise QuantisationError(f"GPTQ is for int4 and int8 here, not {format!r}.")
     if not damping > 0:
         raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
     nearest = quantise_weight(w, format, group_size=group_size)  # checks the rest, and its scales are the static ones
     rows, columns = nearest.shape
-    size = rows if format == "int8" else group_size or INT4_GROUP_SIZE
+    size = nearest.group_size or rows
     factor, order = _inverse_factor(gram, rows, damping, activation_order)
 
     left = np.array(w, dtype=np.float32)[order]  # corrected as we go
-    scales = np.array(nearest.scales, dtype=np.float32).reshape(-1, columns)
-    codes = np.empty_like(nearest.codes)
+    # One row of scales a group, in nvfp4 as the numbers that codes are multiplied with.
+    by_group = nearest.scales.T if format == "nvfp4" else nearest.scales.reshape(-1, columns)
+    scales = np.array(by_group)
+    codes = np.empty((rows, columns), nearest.codes.dtype)
     # A group's scale has to see every correction before it, so a batch ends where a group does.
-    batch = _BATCH if format == "int8" or activation_order else size * max(1, _BATCH // size)
+    is_grouped = nearest.group_size is not None and not activation_order
+    batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
         errors = np.empty((stop - start, columns), dtype=np.float32)
         for i in range(start, stop):
             group = int(order[i]) // size
-            if format == "int4" and not activation_order and i % size == 0:
-                scales[group] = scales_of(group_amax(left[i : min(i + size, rows)], size)[0], format)
-            row_codes = encode(left[i], scales[group], format)
-            codes[order[i]] = row_codes
-            errors[i - start] = (left[i] - row_codes.astype(np.float32) * scales[group]) / factor[i, i]
+            if is_grouped and i % size == 0:
+                amax = group_amax(left[i : min(i + size, rows)], size)[0]
+                if nearest.global_scale is None:
+                    scales[group] = scales_of(amax, format)
+                else:
+                    scales[group] = nvfp4_group_scales(amax, nearest.global_scale)
+            if nearest.global_scale is None:
+                codes[order[i]] = encode(left[i], scales[group], format)
+                values = codes[order[i]].astype(np.float32) * scales[group]
+            else:
+                steps = scales[group].astype(np.float32) * nearest.global_scale
+                codes[order[i]] = e2m1_codes(left[i] / steps)
+                values = E2M1_VALUES[codes[order[i]]] * steps
+            errors[i - start] = (left[i] - values) / factor[i, i]
             left[i + 1 : stop] -= factor[i, i + 1 : stop, None] * errors[i - start]
         left[stop:] -= factor[start:stop, stop:].T @ errors
-    return QuantisedWeight(format, codes, scales[0] if format == "int8" else scales, group_size=nearest.group_size)
+    if format == "nvfp4":
+        codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+    elif nearest.group_size is None:
+        scales = scales[0]
+    return QuantisedWeight(format, codes, scales, nearest.global_scale, nearest.group_size)
 
 
 def hadamard(size: int) -> np.ndarray:

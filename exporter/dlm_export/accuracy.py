@@ -29,8 +29,6 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import Policy
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
-LARGE = 500_000_000
-"""Parameters from which a denoiser is held in bf16 where fp32 is not needed: what runs it is judged in fp32 all the same."""
 SWEPT_STATES = 16  # of a sensitivity sweep
 FRONTIER = 0.9  # probability from which a masked position counts as about to commit
 
@@ -39,11 +37,6 @@ class AccuracyError(DlmError):
     """A stated accuracy budget is exceeded."""
 
     exit_code = 3
-
-
-def holding_dtype(capabilities: Capabilities) -> torch.dtype:
-    """The element type that calibration holds a denoiser in."""
-    return torch.bfloat16 if capabilities.parameter_count() > LARGE else torch.float32
 
 
 def new_tokens(samples: Sequence[Sample], policy: Policy, capabilities: Capabilities) -> int:
@@ -68,7 +61,7 @@ def judge_source(
     c = source.capabilities
     reference = TorchPredictor(families.load(source.parameters, c), "fp32")
     floor = None
-    if c.parameter_count() <= LARGE:
+    if c.parameter_count() <= calibrate.LARGE:
         floor = TorchPredictor(families.load(source.parameters, c, torch.bfloat16), "bf16")
     return _judge(reference, BundlePredictor(bundle, name), samples, c, policy, bundle, seed, floor, on_done)
 

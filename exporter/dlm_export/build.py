@@ -261,7 +261,7 @@ class _Build:
         assert self.data is not None
         options = self.options.calibration
         with self.stage("make states", len(self.data.calibration)):
-            denoiser = families.load(self.source.parameters, self.capabilities, accuracy.holding_dtype(self.capabilities))
+            denoiser = families.load(self.source.parameters, self.capabilities, calibrate.holding_dtype(self.capabilities))
             states = list(samples.calibration_states(self.source, denoiser, self.data, options, self.progress.advance))
         digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
         self.provenance = {

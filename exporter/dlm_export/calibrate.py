@@ -42,6 +42,15 @@ AWQ_ROWS = 256
 GRAM_BYTES = 1 << 30  # of GPTQ's Gram matrices held at a time; more layers take another sweep
 
 
+LARGE = 500_000_000
+"""Parameters from which calibration holds a denoiser in bf16, half the memory: ranges need no more. Judging takes fp32."""
+
+
+def holding_dtype(capabilities: Capabilities) -> torch.dtype:
+    """The element type that calibration holds a denoiser in."""
+    return torch.bfloat16 if capabilities.parameter_count() > LARGE else torch.float32
+
+
 def site(layer: str) -> str:
     """The layer that stands for all layers with the same input."""
     return re.sub(r"attention\.[kv]$", "attention.q", layer).replace("mlp.up", "mlp.gate")
@@ -137,9 +146,10 @@ class Quantisation:
         return self._solved[layer]
 
     def solve(self, layer: str, gram: np.ndarray) -> None:
+        """Round a layer's weight by GPTQ; ``gram`` ``[K, K]`` is its input's."""
         chosen = FORMATS[self.formats[layer]]
-        if chosen.weights in ("int4", "int8"):
-            self._solved[layer] = solvers.gptq(self.matrix(layer), gram, format=chosen.weights, group_size=chosen.group_size)
+        assert chosen.weights is not None
+        self._solved[layer] = solvers.gptq(self.matrix(layer), gram, format=chosen.weights, group_size=chosen.group_size)
 
     def embedding(self) -> QuantisedWeight:
         """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
@@ -285,7 +295,8 @@ def _fold(done: Quantisation, observers: Observers, quantised: Sequence[str]) ->
 
 
 def _load(done: Quantisation) -> Denoiser:
-    return families.load(done.parameters, done.parameters.capabilities)
+    c = done.parameters.capabilities
+    return families.load(done.parameters, c, holding_dtype(c))
 
 
 def batch(state: State) -> tuple[Tensor, Tensor]:

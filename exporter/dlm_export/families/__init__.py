@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import reprlib
 
+import ml_dtypes
 import numpy as np
 import torch
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE
 from dlm_export.checkpoint import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
-from dlm_export.denoiser import Capabilities, Denoiser
+from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
 from dlm_export.families import dream, llada, prequantised
 from dlm_export.families.base import Family, Overrides, Parameters
 from dlm_export.families.prequantised import Expected, StoredQuantised
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY)}
 _LISTED = 8  # names shown of each kind of tensor error
 
@@ -71,14 +73,18 @@ class Weights:
         if stored is not None:
             array = stored.weight.dequantise()
         else:
-            tensor = self.checkpoint.tensor(source.tensor).to(torch.float32)
+            tensor = self.checkpoint.tensor(source.tensor)
+            bad = int((~tensor.isfinite()).sum())
+            if bad:
+                raise CheckpointError(
+                    f"{self.checkpoint.tensors[source.tensor].file}: {source.tensor} holds {bad} NaN or infinite weights"
+                )
+            if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
+                bits = tensor.view(torch.int16)
+                return np.ascontiguousarray((bits.T if source.transpose else bits).numpy()).view(BFLOAT16)
+            tensor = tensor.to(torch.float32)
             array = np.ascontiguousarray((tensor.T if source.transpose else tensor).numpy(), dtype=np.float32)
-        if not np.isfinite(array).all():
-            bad = int((~np.isfinite(array)).sum())
-            raise CheckpointError(
-                f"{self.checkpoint.tensors[source.tensor].file}: {source.tensor} holds {bad} NaN or infinite weights"
-            )
-        largest = float(np.finfo(dtype).max)
+        largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
         if dtype != np.float32 and float(np.abs(array).max(initial=0.0)) > largest:
             raise CheckpointError(
                 f"{source.tensor}: weights up to {np.abs(array).max():.3g} do not fit {dtype} (largest {largest:.3g}). "
@@ -169,10 +175,16 @@ def _some(names: list[str]) -> str:
 
 def load(weights: Parameters, capabilities: Capabilities, dtype: torch.dtype = torch.float32) -> Denoiser:
     """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
-    denoiser = Denoiser(capabilities).to(dtype)
-    with torch.no_grad():
-        for name, parameter in denoiser.named_parameters():
-            parameter.copy_(torch.from_numpy(weights.read(name, np.dtype(np.float32))))
+    with torch.device("meta"):
+        denoiser = Denoiser(capabilities)
+    state = {}
+    for name, _ in denoiser.named_parameters():
+        if dtype == torch.bfloat16:
+            state[name] = torch.from_numpy(weights.read(name, BFLOAT16).view(np.int16)).view(torch.bfloat16)
+        else:
+            state[name] = torch.from_numpy(weights.read(name, np.dtype(np.float32))).to(dtype)
+    denoiser.load_state_dict(state, assign=True)
+    denoiser.cos, denoiser.sin = (table.to(dtype) for table in rotary_tables(capabilities))
     return denoiser.eval().requires_grad_(False)
 
 
