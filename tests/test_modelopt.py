@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import dream_config, write_checkpoint
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -29,6 +30,7 @@ from dlm_calibration.observers import SMALLEST_AMAX
 from dlm_calibration.states import State
 from dlm_export import families, modelopt
 from dlm_export.checkpoint import Checkpoint
+from dlm_export.cli import main
 from dlm_export.denoiser import Denoiser, Linear
 from dlm_export.families.base import Overrides
 from dlm_export.modelopt import ModeloptError
@@ -292,3 +294,24 @@ def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(checkpoint: 
             torch.float32, scale=exported["weight_scale"], double_scale=exported["weight_scale_2"], block_sizes={-1: 16}
         )
     np.testing.assert_array_equal(stored.weight.dequantise(), theirs.T.numpy())
+
+
+@needs_modelopt
+@pytest.mark.parametrize(("recipe", "options"), [("fp8", ()), ("int8-static", ("--smoothing", "0.5")), ("int4-awq", ())])
+def test_a_build_takes_its_ranges_and_scales(checkpoint: Path, recipe: str, options: Sequence[str], tmp_path: Path) -> None:
+    small = ("--calib-samples", "4", "--calib-states", "4", "--judged", "2")
+    arguments = ("build", str(checkpoint), "--precision", recipe, "--calibrator", "modelopt", *small, *options)
+    result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "bundle"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["parity"]["passed"]
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    assert manifest["precision"]["calibration"]["calibrator"] == "modelopt"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("modelopt") is not None, reason="nvidia-modelopt is installed")
+def test_a_build_without_the_package_says_how_to_get_it(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("build", str(checkpoint), "--precision", "fp8", "--calibrator", "modelopt", "-o", str(tmp_path / "bundle"))
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "pip install 'dlm-export[modelopt]'" in result.stderr
+    assert not (tmp_path / "bundle").exists()

@@ -9,16 +9,20 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from checkpoints import E2M1, dream_config, llada_config, write_checkpoint, write_quantised
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dlm_calibration.formats import activation_scale, quantise_weight
+import dlm_runtime
+from dlm_calibration.formats import activation_scale, pack_nibbles, quantise_weight
 from dlm_export import families
 from dlm_export.checkpoint import FORMATS, Checkpoint, CheckpointError
+from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.families.prequantised import StoredQuantised
 
@@ -396,3 +400,46 @@ def test_a_cache_alone_being_quantised_leaves_the_weights_plain(tmp_path: Path) 
     weights = _weights(path)
     assert weights.quantised == {}
     assert len(weights.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_simulated"), [("FP8", True), ("NVFP4", True), ("W4A16_NVFP4", True), ("MIXED_PRECISION", True)]
+)
+def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_simulated: bool, tmp_path: Path) -> None:
+    path = write_quantised(tmp_path / "checkpoint", CONFIGS["llada"], algorithm, seed=4)
+    out = tmp_path / "bundle"
+    result = CliRunner().invoke(main, ["build", str(path), "--precision", "stored", "-o", str(out), "--no-verify"])
+    assert result.exit_code == 0, result.output
+    weights = _weights(path)
+    tensors = {name: value.const_value for name, value in ir.load(out / "denoiser.onnx").graph.initializers.items()}
+    stored = weights.stored(f"{LAYER}.weight")
+    assert stored is not None
+    codes = tensors[f"{LAYER}.weight.codes"].tobytes()
+    expected = stored.weight.codes
+    assert codes == (pack_nibbles(expected) if stored.weight.format == "nvfp4" else expected).tobytes()
+    assert tensors[f"{LAYER}.weight.scales"].tobytes() == stored.weight.scales.tobytes()
+    if stored.input_scale is not None and algorithm != "W4A16_NVFP4":
+        assert tensors[f"{LAYER}.input_scale"].numpy() == stored.input_scale
+    with dlm_runtime.open(out, threads=1) as bundle:
+        assert bundle.manifest["precision"]["name"] == "stored"
+        assert bundle.manifest["precision"]["simulated"] is is_simulated
+        ids = list(range(20))
+        ours = bundle.logits(ids)
+    theirs = families.load(weights, families.read_capabilities(Checkpoint(path), Overrides()))(torch.tensor([ids]))[0].numpy()
+    # What is left is the quantised activations' share.
+    assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
+
+
+def test_stored_needs_a_quantised_checkpoint(llada_checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["build", str(llada_checkpoint), "--precision", "stored", "-o", str(tmp_path / "bundle")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "not a pre-quantised checkpoint" in result.stderr
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_inspect_says_how_a_checkpoint_is_quantised(tmp_path: Path) -> None:
+    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
+    assert "quantised: NVFP4" in CliRunner().invoke(main, ["inspect", str(path)]).stdout
+    told = json.loads(CliRunner().invoke(main, ["inspect", str(path), "--json"]).stdout)
+    assert told["quantisation"]["algorithm"] == "NVFP4"

@@ -18,13 +18,14 @@ import dlm_runtime
 from dlm_calibration.formats import QuantisedWeight
 from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_calibration.states import MASK_RATIOS, State
-from dlm_export import accuracy, auto, calibrate, families, graph, quantise, samples, targets, verify
+from dlm_export import accuracy, auto, calibrate, families, graph, modelopt, quantise, samples, targets, verify
 from dlm_export import bundle as bundle_files
 from dlm_export.accuracy import ACCURACY_FILE, REPORT_FILE
 from dlm_export.checkpoint import CheckpointError
 from dlm_export.denoiser import Capabilities, Denoiser
 from dlm_export.families.base import Overrides
 from dlm_export.judge import Budgets, Judgement
+from dlm_export.memory import give_back
 from dlm_export.progress import Progress, Silent
 from dlm_export.report import write_report
 from dlm_export.sources import Source, open_source
@@ -146,6 +147,8 @@ class _Build:
         self.recipe = self.target.recipe(precision)
         if self.recipe is not None and self.options.recipe_changes:
             self.recipe = replace(self.recipe, **self.options.recipe_changes)
+        if self.options.calibrator == "modelopt":
+            modelopt.require()  # before any work
         self.base = precision if precision in graph.PRECISIONS else "fp32"
 
     @contextmanager
@@ -263,6 +266,8 @@ class _Build:
         with self.stage("make states", len(self.data.calibration)):
             denoiser = families.load(self.source.parameters, self.capabilities, calibrate.holding_dtype(self.capabilities))
             states = list(samples.calibration_states(self.source, denoiser, self.data, options, self.progress.advance))
+        del denoiser
+        give_back()
         digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
         self.provenance = {
             "samples": len(self.data.calibration),

@@ -17,7 +17,9 @@ from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
 from dlm_export.families import dream, llada, prequantised
 from dlm_export.families.base import Family, Overrides, Parameters
 from dlm_export.families.prequantised import Expected, StoredQuantised
+from dlm_export.memory import give_back
 
+LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY)}
 _LISTED = 8  # names shown of each kind of tensor error
@@ -74,7 +76,8 @@ class Weights:
             array = stored.weight.dequantise()
         else:
             tensor = self.checkpoint.tensor(source.tensor)
-            bad = int((~tensor.isfinite()).sum())
+            # In pieces: torch's isfinite holds several copies of what it is asked about.
+            bad = sum(int((~piece.isfinite()).sum()) for piece in tensor.view(-1).split(1 << 22))
             if bad:
                 raise CheckpointError(
                     f"{self.checkpoint.tensors[source.tensor].file}: {source.tensor} holds {bad} NaN or infinite weights"
@@ -183,6 +186,8 @@ def load(weights: Parameters, capabilities: Capabilities, dtype: torch.dtype = t
             state[name] = torch.from_numpy(weights.read(name, BFLOAT16).view(np.int16)).view(torch.bfloat16)
         else:
             state[name] = torch.from_numpy(weights.read(name, np.dtype(np.float32))).to(dtype)
+        if state[name].numel() > LARGE_TENSOR:
+            give_back()
     denoiser.load_state_dict(state, assign=True)
     denoiser.cos, denoiser.sin = (table.to(dtype) for table in rotary_tables(capabilities))
     return denoiser.eval().requires_grad_(False)
