@@ -26,16 +26,16 @@ from dlm_export.sources import open_source
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from evaluate import evaluate
 
-FITTED = 64  # of the calibration samples: commands that the threshold is fitted on
+FITTED = 96  # of the calibration samples: commands that the threshold is fitted on
 CHECKPOINT = ROOT / "examples" / "demo-denoiser"
 RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,auto"
 
 
-def measure(name: str, data: Path, judged: int, extra: dict[str, Any]) -> dict[str, Any]:
+def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]) -> dict[str, Any]:
     """Build one precision, judge it on ``data`` and answer every command at the preset's own threshold and the fitted one."""
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])
-    source = open_source(CHECKPOINT)
+    source = open_source(checkpoint)
     is_quantised = name not in ("fp32", "fp16")
     options = QuantiseOptions(recipe_changes=extra)
     report = build_from(source, folder, precision=name, force=True, check_parity=False, options=options)
@@ -69,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", default=f"fp32,{RECIPES}")
     parser.add_argument("--data", type=Path, default=ROOT / "examples" / "demo" / "heldout.jsonl")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--judged", type=int, default=600)
     parser.add_argument("--embedding", choices=["int8", "fp8"], help="Quantise the embedding table as well.")
     parser.add_argument("--json", type=Path)
@@ -76,7 +77,9 @@ def main() -> None:
     extra = {} if arguments.embedding is None else {"embedding": arguments.embedding}
     rows = []
     for name in arguments.recipes.split(","):
-        rows.append(measure(name, arguments.data, arguments.judged, {} if name in ("fp32", "fp16") else extra))
+        rows.append(
+            measure(arguments.checkpoint, name, arguments.data, arguments.judged, {} if name in ("fp32", "fp16") else extra)
+        )
         row = rows[-1]
         line = f"{name:13} {row['bytes'] / 2**20:6.2f} MiB"
         if "overall" in row:

@@ -431,13 +431,15 @@ def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
 @pytest.fixture(scope="module")
 def judgement() -> Judgement:
     """Made up: 2% more loss, 95% top-1, 10% more passes, 80% right."""
-    bucket = {"ce_increase": 0.01, "top1": 0.97}
+    # The relative increase is largest where next to nothing is lost: the worst bucket is the other one.
+    bucket = {"ce_increase": 4.0, "top1": 0.97, "reference_ce": 0.001, "candidate_ce": 0.005}
+    worst = {"ce_increase": 0.09, "top1": 0.9, "reference_ce": 1.0, "candidate_ce": 1.09}
     return Judgement(
         reference="fp32",
         candidate="int4",
         data={},
         policy={},
-        buckets=[{"mask_ratio": 0.05} | bucket, {"mask_ratio": 0.15, "ce_increase": 0.09, "top1": 0.9}],
+        buckets=[{"mask_ratio": 0.05} | bucket, {"mask_ratio": 0.15} | worst],
         overall={"ce_increase": 0.02, "top1": 0.95},
         frontier={},
         free_running={"nfe_ratio": 1.1, "task": {"candidate": 0.8}},

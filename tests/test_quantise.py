@@ -101,8 +101,6 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
 def _simulated(source: Source, done: calibrate.Quantisation, ids: np.ndarray) -> np.ndarray:
     denoiser = families.load(done.parameters, source.capabilities)
     calibrate.simulate(denoiser, done)
-    if done.recipe.embedding is not None:
-        denoiser.embed.weight.data = torch.from_numpy(done.embedding().dequantise().T.copy())
     return denoiser(torch.from_numpy(ids)[None])[0].numpy()
 
 
@@ -316,7 +314,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
         ('layers = {"blocks.*" = "int3"}', "format of 'blocks.*' is 'int3', one of"),
         ('observer = "p99"\nlayers = {"blocks.*" = "fp8"}', "observer is 'p99', one of max, percentile"),
         ('smoothing = 2\nlayers = {"blocks.*" = "fp8"}', "smoothing 2 is outside 0..1"),
-        ('smoothing = true\nlayers = {"blocks.*" = "fp8"}', "smoothing is a bool"),
+        ('smoothing = true\nlayers = {"blocks.*" = "fp8"}', "smoothing is of type bool, a number is needed"),
         ('colour = "blue"', "unknown key 'colour'"),
         ("[layers]\nblocks.0 = 'fp8'", "quote module paths"),
         ("name = 'x'", "quantises nothing"),

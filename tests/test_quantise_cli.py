@@ -114,7 +114,7 @@ def test_compare_judges_one_bundle_by_another(
 ) -> None:
     result = _run("compare", llada_bundle, int8[0], "--judged", 3)
     assert result.exit_code == 0, result.output
-    assert "int8 against llada" in result.stdout
+    assert "int8 (int8-static) against llada (fp32)" in result.stdout
     same = json.loads(_run("compare", llada_bundle, llada_bundle, "--judged", 2, "--json").stdout)
     assert (same["overall"]["kl_mean"], same["frontier"]["flips"], same["free_running"]["exact_match"]) == (0.0, 0, 1.0)
     other = _run("compare", llada_bundle, dream_bundle, "--judged", 2)
@@ -226,3 +226,48 @@ def test_min_task_needs_answers(int8: tuple[Path, dict[str, Any]], llada_checkpo
     result = _run("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2, "--min-task", "0.5")
     assert result.exit_code == 1
     assert "no answers" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--precision", "fp16", "--min-top1", "1"), "--min-top1 is for quantised bundles"),
+        (("--precision", "fp32", "--solver", "gptq"), "--solver is for quantised bundles"),
+        (("--precision", "int8", "--auto-formats", "int4-g32"), "--auto-formats is for --precision auto"),
+        (("--precision", "int8", "--no-verify", "--min-task", "0.5"), "--min-task needs judging"),
+        (("--precision", "int8", "--max-ce-increase", "nan"), "--max-ce-increase nan is no limit"),
+    ],
+)
+def test_options_without_effect_are_wrong_usage(llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str) -> None:
+    _fails(out, "build", llada_checkpoint, *options, code=2, says=(says,))
+
+
+def test_verify_refuses_budgets_that_it_would_not_judge(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+    result = _run("verify", llada_bundle, "--checkpoint", llada_checkpoint, "--min-top1", "0.9")
+    assert result.exit_code == 2
+    assert "--min-top1 is for quantised bundles" in result.stderr
+    (tmp_path / "report").write_text("")
+    assert _run("verify", llada_bundle, "--checkpoint", llada_checkpoint, "--report", tmp_path / "report").exit_code == 2
+
+
+def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> None:
+    before = (llada_bundle / "manifest.json").read_bytes()
+    result = _run("quantize", llada_bundle, "--precision", "int8", "-o", llada_bundle, "--force", "--no-verify")
+    assert result.exit_code == 1
+    assert "is what the bundle is built from" in result.stderr
+    assert (llada_bundle / "manifest.json").read_bytes() == before
+
+
+def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
+    """The README's recipe: solver, smoothing, rotation and embedding at once, parity with torch included."""
+    text = (ROOT / "README.md").read_text()
+    start = text.index("```toml\n") + len("```toml\n")
+    (tmp_path / "mine.toml").write_text(text[start : text.index("```", start)])
+    result = _run("build", llada_checkpoint, "--precision", tmp_path / "mine.toml", "-o", out, *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["parity"]["passed"]
+
+
+def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> None:
+    result = _run("compare", llada_bundle, llada_bundle, "--judged", 2)
+    assert "Warning: no tokenizer and no --calib data" in result.stderr

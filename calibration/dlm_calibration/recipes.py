@@ -201,7 +201,8 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
         if key not in types:
             raise RecipeError(f"{where}: unknown key {key!r}; known are {', '.join(types)}")
         if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
-            raise RecipeError(f"{where}: {key} is a {type(value).__name__}, a {types[key][0].__name__} is needed")
+            wanted = {dict: "table", str: "string", bool: "boolean"}.get(types[key][0], "number")
+            raise RecipeError(f"{where}: {key} is of type {type(value).__name__}, a {wanted} is needed")
     layers = values.get("layers", {})
     for pattern, name in layers.items():
         if not isinstance(name, str):

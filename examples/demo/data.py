@@ -28,6 +28,7 @@ from typing import Any
 
 import click
 import words
+from paraphrases import PARAPHRASES
 
 
 class Side(enum.Enum):
@@ -637,6 +638,19 @@ def has_open_value(template: str) -> bool:
     return any(kind in OPEN_KINDS for _, kind in slots(template))
 
 
+IMPERATIVE = re.compile(
+    "(turn|switch|dim|set|make|heat|warm|put|change|open|close|shut|half open|move|pull|start|wait|add|create|get|buy|clean|"
+    "vacuum|mop|dust|lock|unlock|send|tell|text|message|let|write|drive|roll|rotate|pick|take|grab|place|patrol|watch|check|"
+    "guard|do|run|slow|speed up|limit|search|look|google|find) "
+)
+CARRIER_SHARE = 0.2  # of the training commands that begin with a verb: "i need to set a timer"
+
+
+def has_carrier_held_out(function: Function) -> bool:
+    """Whether a held-out template asks with ``i need to ...``: such a function is never trained on with these words."""
+    return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
+
+
 def _resolve(template: str, rng: random.Random) -> str:
     """Decide every optional part (kept half the time) and alternative, innermost first."""
 
@@ -668,6 +682,8 @@ def make_example(function: Function, template: str, rng: random.Random, side: Si
             values += value if isinstance(value, list) else [value]
         end = match.end()
     text += _say(resolved[end:], rng)
+    if side is Side.TRAINING and not has_carrier_held_out(function) and IMPERATIVE.match(text) and rng.random() < CARRIER_SHARE:
+        text = f"i {rng.choice(('need', 'want', 'have'))} to {text}"
     if rng.random() < 0.35:
         text = f"{rng.choice(words.OPENINGS)}{rng.choice((',', '', ''))} {text}"
     if rng.random() < 0.2:
@@ -682,7 +698,8 @@ def training_examples(seed: int) -> Iterator[Example]:
     rng = random.Random(seed)
     while True:
         function = rng.choice(FUNCTIONS)
-        yield make_example(function, rng.choice(function.training), rng, Side.TRAINING)
+        template = rng.choice((*function.training, *PARAPHRASES[function.name]))
+        yield make_example(function, template, rng, Side.TRAINING)
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:

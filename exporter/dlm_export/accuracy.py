@@ -110,14 +110,19 @@ def judge_bundle(
     *,
     threads: int,
     progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
     with dlm_runtime.open(folder, threads=threads) as bundle:
         data = load_data(source.capabilities, source.path, bundle.tokenizer, options, is_calibrating=False)
+        if data.warning:
+            warn(data.warning)
         samples = data.judging[:judged]
         preset, _ = threshold_preset(source.capabilities, source.presets, options.preset)
         progress.start("judge", judge_units(samples))
-        result = judge_source(source, bundle, samples, folder.name, source.presets[preset], options.seed, progress.advance)
+        result = judge_source(
+            source, bundle, samples, _title(folder, bundle), source.presets[preset], options.seed, progress.advance
+        )
     return replace(result, layers=_known_layers(folder)).with_budgets(budgets)
 
 
@@ -130,6 +135,7 @@ def compare_bundles(
     *,
     threads: int,
     progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge one bundle by another. Raises DlmError if they are not of one denoiser's shape and vocabulary."""
     with dlm_runtime.open(reference, threads=threads) as first, dlm_runtime.open(candidate, threads=threads) as second:
@@ -141,13 +147,15 @@ def compare_bundles(
                     "only bundles that predict the same tokens can be compared"
                 )
         data = load_data(c, reference, first.tokenizer, options, is_calibrating=False)
+        if data.warning:
+            warn(data.warning)
         samples = data.judging[:judged]
         presets = {name: first.policy(name) for name in first.manifest["presets"]}
         _, policy = threshold_preset(c, presets, options.preset)
         progress.start("judge", judge_units(samples))
         result = _judge(
-            BundlePredictor(first, reference.name),
-            BundlePredictor(second, candidate.name),
+            BundlePredictor(first, _title(reference, first)),
+            BundlePredictor(second, _title(candidate, second)),
             samples,
             c,
             policy,
@@ -157,6 +165,10 @@ def compare_bundles(
             progress.advance,
         )
     return replace(result, layers=_known_layers(candidate)).with_budgets(budgets)
+
+
+def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
+    return f"{folder.name} ({bundle.manifest['precision']['name']})"
 
 
 def _known_layers(folder: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from dlm_export.targets import Target
 from dlm_runtime.policy import Policy
 
 DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
+SOLVER = "gptq"  # what the search measures is what is written
 PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbours
 
 
@@ -76,14 +77,14 @@ def search(
     source: Source,
     shapes: Mapping[str, tuple[int, int]],
     states: Sequence[State],
-    judging: Sequence[Sample],
+    samples: Sequence[Sample],
     formats: Sequence[str],
     policy: Policy,
     budget: float | None,
     seed: int,
     on_done: Callable[[], None],
 ) -> Found:
-    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``judging``.
+    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
     The head keeps full precision. Deterministic for the same arguments. Raises RecipeError if not even the first move keeps
     the budget.
@@ -94,7 +95,7 @@ def search(
     for name in formats:
         # A layer whose shape does not suit the format goes without it.
         fitting = {layer: name for layer in layers if FORMATS[name].weights != "nvfp4" or shapes[layer][0] % 16 == 0}
-        recipe = Recipe("auto", tuple(fitting.items()))
+        recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
         ready[name] = calibrate.calibrate(source.parameters, source.capabilities, recipe, fitting, shapes, states, on_done)
     denoiser = families.load(source.parameters, source.capabilities)
     sweep = Sweep(denoiser, states)
@@ -116,7 +117,7 @@ def search(
             calibrate.simulate(denoiser, ready[name], [layer for layer, chosen in point.formats.items() if chosen == name])
             for name in formats
         ]
-        found = masked_loss(reference, TorchPredictor(denoiser, "auto"), judging, policy, seed)
+        found = masked_loss(reference, TorchPredictor(denoiser, "auto"), samples, policy, seed)
         for step in reversed(undo):
             step()
         on_done()
@@ -140,5 +141,5 @@ def search(
         CurvePoint(int(point.cost), point.loss, measured.get(i), dict(Counter(point.formats.values())), i == low)
         for i, point in enumerate(path)
     ]
-    recipe = Recipe("auto", tuple((layer, name) for layer, name in path[low].formats.items() if name != HIGH))
+    recipe = Recipe("auto", tuple((layer, name) for layer, name in path[low].formats.items() if name != HIGH), solver=SOLVER)
     return Found(recipe, curve, rows)

@@ -168,6 +168,8 @@ class _Build:
             _check_memory(c.parameter_count())
         # Every tensor starts on a page of its own; the rest (graph, tokenizer, manifest) is small.
         needed = graph.data_bytes(c, self.base) + (32 << 20)
+        if self.output.resolve() == source.path.resolve():
+            raise bundle_files.OutputError(f"{self.output}: is what the bundle is built from; choose another folder")
         with bundle_files.staged(self.output, force=force, needed_bytes=needed) as folder:
             self.folder = folder
             chat_template = self.write_text()
@@ -291,7 +293,7 @@ class _Build:
                 self.source,
                 shapes,
                 states,
-                self.data.judging[: options.judged],
+                self.data.calibration[: options.judged],
                 formats,
                 self.source.presets[self.preset],
                 options.budgets.max_ce_increase,

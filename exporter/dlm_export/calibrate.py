@@ -348,8 +348,8 @@ def observe(
 def simulate(denoiser: Denoiser, done: Quantisation, layers: Iterable[str] | None = None) -> Callable[[], None]:
     """Make a folded torch denoiser compute with quantised values, in place; returns what undoes it.
 
-    ``layers`` limits it to some layers. Weights and inputs are quantised and dequantised, products are fp32: what the graph
-    computes, but for the order of sums.
+    ``layers`` limits it to some layers; None takes all of them, and the embedding table if that is quantised. Weights and
+    inputs are quantised and dequantised, products are fp32: what the graph computes, but for the order of sums.
     """
     modules: dict[str, Any] = dict(denoiser.named_modules())
     undo: list[Callable[[], object]] = []
@@ -361,6 +361,10 @@ def simulate(denoiser: Denoiser, done: Quantisation, layers: Iterable[str] | Non
         undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
         linear.weight.data = torch.from_numpy(done.weight(layer).dequantise())
         undo.append(linear.register_forward_pre_hook(_fake(chosen, done.amax.get(layer), layer in done.rotated)).remove)
+    if layers is None and done.recipe.embedding is not None:
+        table = modules["embed"].weight
+        undo.append(functools.partial(setattr, table, "data", table.data))
+        table.data = torch.from_numpy(np.ascontiguousarray(done.embedding().dequantise().T))
 
     def restore() -> None:
         for step in undo:

@@ -7,7 +7,10 @@ torch, onnx and the rest of the export extra are imported inside the commands th
 from __future__ import annotations
 
 import json
+import math
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +41,9 @@ class _Group(click.Group):
     """Turns our errors into one line and an exit code; everything else is a defect and keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            # A terminated build clears up as an interrupted one does.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             return super().invoke(ctx)
         except DlmError as err:
@@ -142,8 +148,11 @@ _DATA_OPTIONS = (
     click.option("--calib-preset", help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]"),
     click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of masks, states and intervals."),
 )
+_BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
 _BUDGET_OPTIONS = (
-    click.option("--max-ce-increase", type=click.FloatRange(0), help="Budget: masked cross-entropy's increase, 0.01 is 1%."),
+    click.option(
+        "--max-ce-increase", type=click.FloatRange(0), help="Budget: increase of masked cross-entropy; auto's default is 0.01."
+    ),
     click.option("--min-top1", type=click.FloatRange(0, 1), help="Budget: share of masked positions with the same best token."),
     click.option("--max-nfe-ratio", type=click.FloatRange(0), help="Budget: passes over the full-precision denoiser's."),
     click.option("--min-task", type=click.FloatRange(0, 1), help="Budget: share of answers right, where the data has answers."),
@@ -205,16 +214,24 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
     )
 
 
+def _warn(text: str) -> None:
+    click.echo(f"Warning: {text}", err=True)
+
+
 def _budgets(values: dict[str, Any]) -> Budgets:
     from dlm_export.judge import Budgets
 
-    return Budgets(**{name: values[name] for name in ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")})
+    for name in _BUDGETS:
+        if values[name] is not None and not math.isfinite(values[name]):
+            raise click.UsageError(f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number")
+    return Budgets(**{name: values[name] for name in _BUDGETS})
 
 
 def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
     """What ``build`` and ``quantize`` do."""
     from dlm_export import targets
 
+    _check_effect(values)
     targets.find(values["target"]).recipe(values["precision"])  # before torch is imported
     from dlm_export import build as builder
 
@@ -234,6 +251,28 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
         print_json(report.as_dict())
         return
     print_build(report)
+
+
+_QUANTISED_ONLY = ("calib", "calib_preset", "observer", "solver", "smoothing", "rotate_down", "embedding", *_BUDGETS)
+
+
+def _refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+    """UsageError if an option was given that would have no effect."""
+    for name in names:
+        if values.get(name) is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}")
+
+
+def _check_effect(values: dict[str, Any]) -> None:
+    precision = values["precision"]
+    if precision in ("fp32", "fp16"):
+        _refuse(values, _QUANTISED_ONLY, f"is for quantised bundles; --precision is {precision}")
+    if precision != "auto":
+        _refuse(values, ("auto_formats",), "is for --precision auto")
+    if precision == "stored":
+        _refuse(values, ("observer", "solver", "smoothing", "rotate_down"), "has no effect on stored codes and scales")
+    if values["no_verify"]:
+        _refuse(values, _BUDGETS, "needs judging, which --no-verify skips")
 
 
 _OUTPUT_OPTIONS = (
@@ -282,7 +321,11 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 @click.option("--count", type=click.IntRange(1, 1000), default=4, show_default=True, help="Prompts to compare.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Mask tokens a canvas.")
 @_options(_HELD_OUT_OPTIONS, _DATA_OPTIONS, _BUDGET_OPTIONS)
-@click.option("--report", type=CHECKPOINT, help="Folder for accuracy.json and report.html of a quantised bundle.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for accuracy.json and report.html of a quantised bundle.",
+)
 @_threads_option
 @_json_option
 def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
@@ -305,8 +348,11 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
         builder.check_same_denoiser(bundle, manifest, source.capabilities)
         if manifest["precision"]["name"] not in graph.PRECISIONS:
+            _refuse(values, ("prompts",), "is for bundles in fp32 or fp16; samples to judge by go into --data")
             _verify_quantised(bundle, source, values)
             return
+        why = "is for quantised bundles; parity has tolerances of its own"
+        _refuse(values, (*_BUDGETS, "data", "calib_preset", "report"), why)
         presets = {name: opened.policy(name) for name in manifest["presets"]}
         count, prompts = values["count"], values["prompts"]
         chosen = (
@@ -343,7 +389,14 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
     data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
     with Bars() as bars:
         judgement = accuracy.judge_bundle(
-            bundle, source, data, values["judged"], _budgets(values), threads=values["threads"], progress=bars
+            bundle,
+            source,
+            data,
+            values["judged"],
+            _budgets(values),
+            threads=values["threads"],
+            progress=bars,
+            warn=_warn,
         )
     if values["report"] is not None:
         for path in accuracy.write_files(values["report"], bundle, judgement):
@@ -372,7 +425,14 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
     with Bars() as bars:
         judgement = accuracy.compare_bundles(
-            reference, candidate, data, values["judged"], _budgets(values), threads=values["threads"], progress=bars
+            reference,
+            candidate,
+            data,
+            values["judged"],
+            _budgets(values),
+            threads=values["threads"],
+            progress=bars,
+            warn=_warn,
         )
     if values["as_json"]:
         print_json(judgement.as_dict())

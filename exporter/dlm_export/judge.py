@@ -236,10 +236,11 @@ class Judgement:
             for row in missed
         ]
         if missed:
-            worst = max(self.buckets, key=lambda row: np.inf if row["ce_increase"] is None else row["ce_increase"])
-            rise = np.inf if worst["ce_increase"] is None else worst["ce_increase"]
+            # In nats: where few positions are masked there is next to no loss, and its relative change is noise.
+            worst = max(self.buckets, key=lambda row: row["candidate_ce"] - row["reference_ce"])
+            rise = worst["candidate_ce"] - worst["reference_ce"]
             found.append(
-                f"worst bucket: mask ratio {worst['mask_ratio']}, cross-entropy {rise:+.2%}, top-1 {worst['top1']:.2%}"
+                f"worst bucket: mask ratio {worst['mask_ratio']}, cross-entropy {rise:+.4f} nats, top-1 {worst['top1']:.2%}"
             )
         ranked = sorted(self.layers, key=_sensitivity, reverse=True)[:WORST_LAYERS]
         if missed and ranked:

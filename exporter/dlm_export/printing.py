@@ -192,7 +192,7 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
         ]
         for point in shown
     ]
-    print_table("Trade-off", ["weights", "predicted KL", "cross-entropy", "layers", ""], rows)
+    print_table("Trade-off", ["weights of layers", "predicted KL", "cross-entropy", "layers", ""], rows)
 
 
 def print_threshold(refit: Refit) -> None:

@@ -31,8 +31,9 @@ class Tolerance:
 
 
 # fp32: sums of a few thousand terms in another order. fp16: 11-bit significands through every layer; ties may flip tokens.
-# quantised, against torch on the same quantised values: an input at a rounding boundary takes the neighbouring code there.
-TOLERANCES = {"fp32": Tolerance(2e-4, 1.0), "fp16": Tolerance(2e-2, 0.8), "quantised": Tolerance(5e-2, 0.8)}
+# quantised, against torch on the same quantised values: an input at a rounding boundary takes the neighbouring code there,
+# and where predictions are near-ties, as on random prompts, a token follows it.
+TOLERANCES = {"fp32": Tolerance(2e-4, 1.0), "fp16": Tolerance(2e-2, 0.8), "quantised": Tolerance(5e-2, 0.5)}
 
 
 @dataclass(frozen=True)

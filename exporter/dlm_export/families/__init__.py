@@ -77,7 +77,8 @@ class Weights:
         else:
             tensor = self.checkpoint.tensor(source.tensor)
             # In pieces: torch's isfinite holds several copies of what it is asked about.
-            bad = sum(int((~piece.isfinite()).sum()) for piece in tensor.view(-1).split(1 << 22))
+            pieces: tuple[torch.Tensor, ...] = torch.split(tensor.reshape(-1), 1 << 22)
+            bad = sum([int((~piece.isfinite()).sum()) for piece in pieces])
             if bad:
                 raise CheckpointError(
                     f"{self.checkpoint.tensors[source.tensor].file}: {source.tensor} holds {bad} NaN or infinite weights"
