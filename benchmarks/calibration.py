@@ -42,7 +42,7 @@ def with_outliers(source: Source) -> Source:
 
 
 def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, seed: int) -> dict[str, Any]:
-    folder = ROOT / "build" / "benchmarks" / "calibration"
+    folder = ROOT / "build" / "benchmarks" / f"calibration-{recipe}-{kind}"
     options = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
     build_from(source, folder, precision=recipe, force=True, check_parity=False, options=options)
     found = accuracy.judge_bundle(
