@@ -493,13 +493,15 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
 # --- The threshold, fitted again ---
 
 
-def writer(good_from: float) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """Writes the answer from a threshold on, and takes a pass more every tenth of it."""
+def writer(good_from: float, hesitation: int = 0) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
+    """Writes the answer from a threshold on, and takes a pass more every tenth of it, ``hesitation`` more at all."""
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
         is_good = policy.commit == "static" or policy.threshold >= good_from
         written = [7, 8, 9] if is_good else [7, 8, 4]
-        return [*written, *[EOS] * (count - 3)], count if policy.commit == "static" else int(policy.threshold * 10 + 1e-9)
+        return [*written, *[EOS] * (count - 3)], count if policy.commit == "static" else hesitation + int(
+            policy.threshold * 10 + 1e-9
+        )
 
     return write
 
@@ -512,7 +514,7 @@ def test_the_refitted_threshold_gives_the_quality_back_at_the_fewest_passes(samp
     calls = []
     found = refit_threshold(
         Scripted(write=writer(0.9)),
-        Scripted(write=writer(0.6)),
+        Scripted(write=writer(0.6, hesitation=3)),
         [sample] * 2,
         POLICY,
         8,
@@ -522,8 +524,8 @@ def test_the_refitted_threshold_gives_the_quality_back_at_the_fewest_passes(samp
         on_done=lambda: calls.append(1),
     )
     assert found.reached
-    assert (found.refitted.threshold, found.refitted.nfe) == (0.65, 6)  # 0.62 takes as many passes and is bolder
-    assert (found.original.threshold, found.original.nfe) == (0.9, 9)
+    assert (found.refitted.threshold, found.refitted.nfe) == (0.65, 9)  # 0.62 takes as many passes and is bolder
+    assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert [point.threshold for point in found.curve] == [*GRID, 0.9]
     assert found.curve[0].quality == (0 if quality == "task" else 0.75)  # of three tokens and the end
@@ -532,6 +534,12 @@ def test_the_refitted_threshold_gives_the_quality_back_at_the_fewest_passes(samp
     assert json.loads(json.dumps(as_dict)) == as_dict
     assert set(as_dict) == {"preset", "original", "reference", "refitted", "reached", "quality", "curve"}
     assert as_dict["preset"] == "fast-dllm"
+
+
+def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold() -> None:
+    found = refit_threshold(Scripted(write=writer(0.9)), Scripted(write=writer(0.1)), [answered()], POLICY, 8, decode, GRID)
+    assert found.reached
+    assert found.refitted == found.original
 
 
 def test_a_quality_that_no_threshold_gives_back_is_flagged() -> None:

@@ -72,7 +72,8 @@ def refit_threshold(
     """Find the fewest passes at which the candidate is as good as the reference at the policy's own threshold.
 
     Quality is the task score if every sample carries an answer and ``decode`` gives text, else the share of tokens equal to
-    the reference's own at one token a pass. Thresholds tried are ``grid`` and the policy's; of equals the higher is taken.
+    the reference's own at one token a pass. A threshold with which the candidate makes fewer passes than the reference at its
+    own is never taken. Thresholds tried are ``grid`` and the policy's; of equals the higher is taken.
     ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples, RequestError for a policy
     without threshold.
     """
@@ -113,9 +114,12 @@ def refit_threshold(
     goal = point(policy.threshold, theirs)
     thresholds = sorted({*grid, policy.threshold})
     curve = [point(t, run(candidate, policy.with_fields({"threshold": t}))) for t in thresholds]
-    good = [p for p in curve if p.quality >= goal.quality]
+    original = curve[thresholds.index(policy.threshold)]
+    # Fewer passes than the reference makes are not quality given back but quality spent where the samples cannot see it: a
+    # lower threshold is for a candidate that hesitates.
+    lowest = 0.0 if original.nfe > goal.nfe else policy.threshold
+    good = [p for p in curve if p.quality >= goal.quality and p.threshold >= lowest and p.nfe >= goal.nfe]
     refitted = (
         min(good, key=lambda p: (p.nfe, -p.threshold)) if good else max(curve, key=lambda p: (p.quality, -p.nfe, p.threshold))
     )
-    original = curve[thresholds.index(policy.threshold)]
     return Refit(preset, original, goal, refitted, bool(good), "task" if is_task else "agreement", curve)
