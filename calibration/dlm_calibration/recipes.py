@@ -153,7 +153,7 @@ RECIPES: dict[str, Recipe] = {
         _recipe("int4-rtn", "INT4 weights in groups of 32, round to nearest", {"blocks.*": "int4-g32"}),
         _recipe("int4-awq", "INT4 weights in groups of 32, AWQ", {"blocks.*": "int4-g32"}, solver="awq"),
         _recipe("int4-g128", "INT4 weights in groups of 128, GPTQ", {"blocks.*": "int4-g128"}, solver="gptq"),
-        _recipe("fp8", "FP8 E4M3 weights per channel, calibrated activations", {"blocks.*": "fp8"}),
+        _recipe("fp8", "FP8 E4M3 weights per channel, GPTQ, calibrated activations", {"blocks.*": "fp8"}, solver="gptq"),
         _recipe("nvfp4", "NVFP4 weights and activations (W4A4)", {"blocks.*": "nvfp4"}),
         _recipe("nvfp4-weight", "NVFP4 weights only", {"blocks.*": "nvfp4-weight"}),
         _recipe("mixed", "NVFP4 in the MLP, FP8 in attention", _MIXED),
