@@ -12,7 +12,7 @@ COMMANDS = (
     "remind me to call the garage at seven tomorrow",
     "could you turn the bedroom lights to forty percent please",
     "add oat milk, batteries and stamps to the shopping list",
-    "take me to the harbour and stop at the pharmacy on the way",
+    "take me to the harbour with a stop at the pharmacy",
     "set the seat heating for the driver to level two",
     "move forward three metres slowly",
 )
