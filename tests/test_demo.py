@@ -22,6 +22,7 @@ sys.path.insert(0, str(EXAMPLES / "demo"))
 HELD_OUT = [json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()]
 MATCH_FLOOR = 0.95  # the model card has the figure over all 600
 COMMAND = "remind me to call the garage at seven tomorrow"
+LONG_COMMAND = "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,10 @@ def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> No
 
 
 def test_parallel_commits_take_fewer_passes_than_tokens(demo: Bundle) -> None:
-    fast = demo.generate(prompt=COMMAND, max_new_tokens=32, preset="fast-dllm")
-    slow = demo.generate(prompt=COMMAND, max_new_tokens=32, preset="llada")
+    fast = demo.generate(prompt=LONG_COMMAND, max_new_tokens=32, preset="fast-dllm")
+    slow = demo.generate(prompt=LONG_COMMAND, max_new_tokens=32, preset="llada")
     assert slow.nfe == 32
-    assert fast.nfe <= 12
+    assert 2 <= fast.nfe <= 12, "a single pass keeps no cache"
     assert fast.cache_bytes > 0
     assert slow.cache_bytes == 0
 
