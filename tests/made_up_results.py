@@ -17,7 +17,7 @@ def made_up_manifest() -> dict[str, Any]:
         "producer": {"name": "dlm-export", "version": "0.1.0"},
         "family": "llada",
         "architecture": "LLaDAModelLM",
-        "target": "cpu",
+        "targets": ["cpu"],
         "denoiser": {
             "layers": 12,
             "hidden_size": 768,

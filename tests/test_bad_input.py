@@ -445,7 +445,7 @@ def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
 def test_an_error_of_the_disk_leaves_nothing_behind(
     llada_checkpoint: Path, out: Path, traced: None, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def fail(_: object, __: object, folder: Path, ___: object) -> None:
+    def fail(_: object, __: object, folder: Path, *___: object) -> None:
         (folder / graph.DATA_FILE).write_bytes(bytes(1000))
         raise OSError(code, os.strerror(code))
 

@@ -24,7 +24,7 @@ from dlm_export import bundle as bundle_files
 from dlm_export import families
 from dlm_export.checkpoint import Checkpoint
 from dlm_export.families.base import Overrides
-from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy
+from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy, RequestError
 
 SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -73,10 +73,57 @@ def _relist(bundle: Path, name: str) -> None:
     _change(bundle, "files", name, value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 
 
-def _opens(bundle: Path, check_hashes: bool = False) -> bool:
+def _seal(entry: dict[str, Any]) -> None:
+    """What a writer of an engine's entry does last."""
+    bare = {key: value for key, value in entry.items() if key != "seal"}
+    entry["seal"] = hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, Any]:
+    """Give a manifest an engine that is none, but described without fault; the caller writes its file. Returns the entry."""
+    name, content = f"engines/{target}.engine", b"engine"
+    files = manifest["files"]
+    files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["graph"]["device_file"] = "denoiser.onnx"
+    profile = {"tokens": [1, 16, 32], "cached": [0, 0, 64], "rows": [1, 8, 32]}
+    entry = {
+        "file": name,
+        "builder": "tensorrt_rtx",
+        "version": "1.7.1.116",
+        "sm": [120],
+        "graph": {
+            "judged": files["denoiser.onnx"]["sha256"],
+            "device": files["denoiser.onnx"]["sha256"],
+            "weights": files[DATA_FILE]["sha256"],
+        },
+        "profiles": {"prefill": profile, "block": json.loads(json.dumps(profile))},
+        "audit": {
+            "method": "network",
+            "layers": {"blocks.0.mlp.up": "fp8"},
+            "fallbacks": {'blocks.0."quoted"\\': {"asked": "nvfp4", "held": "fp16"}},
+        },
+        "device_bytes": 1 << 30,
+    }
+    _seal(entry)
+    manifest.setdefault("engines", {})[target] = entry
+    return entry
+
+
+def _write_with_engine(bundle: Path, change: Callable[[dict[str, Any]], object] = lambda entry: None) -> None:
+    """Add an engine to the bundle on disk, changed before it is sealed."""
+    manifest = _read(bundle)
+    entry = _add_engine(manifest)
+    change(entry)
+    _seal(entry)
+    (bundle / "engines").mkdir(exist_ok=True)
+    (bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
+    _write(bundle, manifest)
+
+
+def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bool:
     """Whether the bundle opens; anything but a DlmError is a defect and goes through."""
     try:
-        dlm_runtime.open(bundle, threads=1, check_hashes=check_hashes).close()
+        dlm_runtime.open(bundle, engine=engine, threads=1, check_hashes=check_hashes).close()
     except DlmError as err:
         sentence = str(err)
     else:
@@ -86,9 +133,9 @@ def _opens(bundle: Path, check_hashes: bool = False) -> bool:
     return False
 
 
-def _refusal(bundle: Path, kind: type[DlmError] = BundleError, check_hashes: bool = False) -> str:
+def _refusal(bundle: Path, kind: type[DlmError] = BundleError, check_hashes: bool = False, engine: str = "auto") -> str:
     with pytest.raises(kind) as caught:
-        dlm_runtime.open(bundle, threads=1, check_hashes=check_hashes)
+        dlm_runtime.open(bundle, engine=engine, threads=1, check_hashes=check_hashes)
     assert str(bundle) in str(caught.value), "the message does not say where"
     return str(caught.value)
 
@@ -140,15 +187,15 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
     for path in (llada_checkpoint, dream_checkpoint):
         capabilities = families.read_capabilities(Checkpoint(path), Overrides())
         presets, default = dict(PRESETS), families.FAMILIES[capabilities.family].default_preset
-        graph = {"file": "denoiser.onnx", "opset": 23, "top_k": 2, "inputs": ["input_ids"], "outputs": ["logits"]}
+        graph = {"file": "denoiser.onnx", "opset": 23, "top_k": 2, "cache_dtype": "float16"}
+        graph |= {"inputs": ["input_ids"], "outputs": ["logits"]}
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
         manifest = bundle_files.make_manifest(
             capabilities,
             precision={"name": "fp16", "simulated": False},
-            cache_dtype="float16",
-            target="cpu",
+            targets=["cpu"],
             graph=graph,
             presets=presets,
             default_preset=default,
@@ -343,13 +390,22 @@ def test_every_range_and_choice_of_the_schema_is_the_native_readers(shared_bundl
     rules += _rules(SCHEMA["$defs"]["preset"], ("presets", "llada"))
     rules += _rules(properties["files"]["additionalProperties"], ("files", DATA_FILE))
     rules.append((("tokens", "eos", 0), properties["tokens"]["properties"]["eos"]["items"]))
-    assert len(rules) > 40
+    rules.append((("targets", 0), properties["targets"]["items"]))
+    entry = ("engines", "rtx5090")
+    rules += _rules(SCHEMA["$defs"]["engine"], entry)
+    rules.append(((*entry, "sm", 0), SCHEMA["$defs"]["engine"]["properties"]["sm"]["items"]))
+    sizes = SCHEMA["$defs"]["profile"]["properties"]
+    rules += [((*entry, "profiles", "block", name, 2), sizes[name]["items"]) for name in sizes]
+    assert len(rules) > 60
     missed = []
     quantised = _read(llada_bundle)
     quantised["precision"] |= QUANTISED
+    _add_engine(quantised)
     assert VALIDATOR.is_valid(quantised)
     _write(shared_bundle, quantised)
-    assert _opens(shared_bundle)
+    (shared_bundle / "engines").mkdir(exist_ok=True)
+    (shared_bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
+    assert _opens(shared_bundle, engine="none")
     for path, rule in rules:
         for value in _edges(rule):
             manifest = json.loads(json.dumps(quantised))
@@ -358,10 +414,10 @@ def test_every_range_and_choice_of_the_schema_is_the_native_readers(shared_bundl
                 node = node[key]
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
-            if VALIDATOR.is_valid(manifest):
-                continue  # the native reader leaves it unread
+            if path[-1] != "seal" and "engines" in path:
+                _seal(manifest["engines"]["rtx5090"])  # or the seal alone would refuse it
             _write(shared_bundle, manifest)
-            if _opens(shared_bundle):
+            if _opens(shared_bundle, engine="none"):
                 missed.append((path, value))
     assert missed == []
 
@@ -427,11 +483,14 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("graph", "top_k"), 65, "graph.top_k"),
         (("default_preset",), "nowhere", "default_preset: is not one of presets"),
         (("graph", "file"), "other.onnx", "not listed in files"),
+        (("graph", "device_file"), "other.onnx", "not listed in files"),
+        (("targets",), [], "at least one target"),
         (("tokenizer",), "other.json", "not listed in files"),
         (("denoiser", "layers"), 3, "is missing"),
         (("denoiser", "kv_heads"), 2, "but the manifest makes it"),
         (("denoiser", "vocab_size"), 161, "but the manifest makes it"),
         (("graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
+        (("graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
         (("presets", "llada", "temperature"), 0.7, "temperature 0 only"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
@@ -439,6 +498,138 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
 def test_values_that_contradict_each_other_are_refused(bundle: Path, path: tuple[str, ...], value: Any, sentence: str) -> None:
     _change(bundle, *path, value=value)
     assert sentence in _refusal(bundle)
+
+
+# ---- Engines ----
+
+
+def test_a_bundle_with_an_engine_is_valid_and_opens_without_it(bundle: Path) -> None:
+    _write_with_engine(bundle)
+    assert VALIDATOR.is_valid(_read(bundle))
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        assert opened.engine == "none"
+        assert opened.manifest == _read(bundle)
+        with pytest.raises(RequestError, match='opened with engine "none"'):
+            opened.generate(tokens=[1], max_new_tokens=1)
+    with dlm_runtime.open(bundle, engine="onnxruntime", threads=1) as opened:
+        assert opened.engine.startswith("onnxruntime")
+
+
+@pytest.mark.parametrize("path", [(), ("graph",), ("profiles",), ("profiles", "block"), ("audit",)], ids=".".join)
+def test_an_unknown_key_of_an_engine_is_refused_by_name(bundle: Path, path: tuple[str, ...]) -> None:
+    def change(node: dict[str, Any]) -> None:
+        for key in path:
+            node = node[key]
+        node["sparkle"] = 1
+
+    _write_with_engine(bundle, change)
+    assert "sparkle: unknown key" in _refusal(bundle, engine="none")
+    assert not VALIDATOR.is_valid(_read(bundle))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("version",), "1.7.1.117"),
+        (("sm",), [120, 121]),
+        (("profiles", "block", "rows"), [1, 8, 64]),
+        (("audit", "layers"), {}),
+        (("audit", "fallbacks"), {}),
+        (("device_bytes",), 1),
+        (("seal",), "0" * 64),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+)
+def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_again(
+    bundle: Path, path: tuple[str, ...], value: Any
+) -> None:
+    _write_with_engine(bundle)
+    assert _opens(bundle, engine="none")
+    _change(bundle, "engines", "rtx5090", *path, value=value)
+    assert VALIDATOR.is_valid(_read(bundle))
+    message = _refusal(bundle, engine="none")
+    assert "engines.rtx5090 was edited after it was written" in message
+    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
+
+
+@pytest.mark.parametrize(("key", "file"), [("judged", "denoiser.onnx"), ("device", "denoiser.onnx"), ("weights", DATA_FILE)])
+def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, file: str) -> None:
+    _write_with_engine(bundle, lambda entry: entry["graph"].update({key: "0" * 64}))
+    message = _refusal(bundle, engine="none")
+    assert f"engines.rtx5090.graph.{key}: was built from another graph than this bundle's {file}" in message
+    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda e: e.update(file="engines/other.engine"), "not listed in files"),
+        (lambda e: e.update(builder="openvino"), 'expected "tensorrt" or "tensorrt_rtx"'),
+        (lambda e: e.update(version="1.7"), "expected a version"),
+        (lambda e: e.update(version="1..7.1"), "expected a version"),
+        (lambda e: e.update(version="1.7.1.116.2"), "expected a version"),
+        (lambda e: e.update(sm=[]), "at least one"),
+        (lambda e: e.update(sm=[120.0]), "expected an integer"),
+        (lambda e: e["profiles"]["block"].update(rows=[1, 2]), "three sizes"),
+        (lambda e: e["profiles"]["block"].update(rows=[1, 9, 8]), "expected an integer in 9.."),
+        (lambda e: e["audit"].update(method="hearsay"), 'expected "network" or "inspector"'),
+        (lambda e: e["audit"]["layers"].update({"größe": "fp8"}), "printable ASCII"),
+        (lambda e: e["audit"]["layers"].update({"a": "f\np8"}), "printable ASCII"),
+        (lambda e: e["audit"]["fallbacks"].update({"a": {"asked": "fp8"}}), "held"),
+        (lambda e: e.pop("device_bytes"), "device_bytes"),
+    ],
+)
+def test_an_engine_that_is_described_wrongly_is_refused(
+    bundle: Path, change: Callable[[dict[str, Any]], object], sentence: str
+) -> None:
+    _write_with_engine(bundle, change)
+    assert sentence in _refusal(bundle, engine="none")
+
+
+def test_an_engine_without_a_device_graph_or_with_a_strange_target_is_refused(bundle: Path) -> None:
+    _write_with_engine(bundle)
+    written = _read(bundle)
+    del written["graph"]["device_file"]
+    _write(bundle, written)
+    assert "device_file" in _refusal(bundle, engine="none")
+    _write_with_engine(bundle)
+    written = _read(bundle)
+    written["engines"] = {"../RTX": written["engines"]["rtx5090"]}
+    _write(bundle, written)
+    assert "is not a target's name" in _refusal(bundle, engine="none")
+    assert not VALIDATOR.is_valid(written)
+
+
+@examples(150)
+@given(data=st.data())
+def test_a_damaged_engine_is_refused_where_the_schema_refuses_and_never_crashes(
+    shared_bundle: Path, llada_bundle: Path, data: st.DataObject
+) -> None:
+    manifest = _read(llada_bundle)
+    _add_engine(manifest)
+    (shared_bundle / "engines").mkdir(exist_ok=True)
+    (shared_bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
+    entry = manifest["engines"]["rtx5090"] = _damage(data, manifest["engines"]["rtx5090"])
+    if isinstance(entry, dict) and data.draw(st.booleans(), label="sealed again"):
+        _seal(entry)
+    _write(shared_bundle, manifest)
+    opened = _opens(shared_bundle, engine="none")
+    if not VALIDATOR.is_valid(manifest):
+        assert not opened, [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)]
+
+
+def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_there_are(bundle: Path) -> None:
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        assert opened.engine.startswith("onnxruntime")
+    _write_with_engine(bundle)
+    with pytest.raises(DlmError, match=r"TensorRT|CUDA"):  # this library has none, or this machine has no device
+        dlm_runtime.open(bundle)
+
+
+@pytest.mark.parametrize("engine", [None, 5, "", "abacus", "TensorRT"])
+def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any) -> None:
+    with pytest.raises(RequestError, match="is not one of: auto, onnxruntime, tensorrt, none"):
+        dlm_runtime.open(bundle, engine=engine)
 
 
 # ---- Names of files ----

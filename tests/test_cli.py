@@ -86,7 +86,7 @@ def test_watch_draws_on_stderr_and_prints_the_result_on_stdout(llada_bundle: Pat
 
 def test_targets_lists_what_can_be_built() -> None:
     told = json.loads(invoke("targets", "--json").stdout)
-    assert [target["name"] for target in told["targets"]] == ["cpu"]
+    assert told["targets"][0]["name"] == "cpu"
     assert {"fp32", "fp16", "int8", "int4", "fp8", "nvfp4", "mixed", "auto"} <= set(told["targets"][0]["precisions"])
     assert told["this_machine"]["cores"] >= 1
     assert "cpu" in invoke("targets").stdout

@@ -142,7 +142,7 @@ def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None
 
 def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     manifest, accuracy = made_up_manifest(), made_up_accuracy()
-    manifest["architecture"] = manifest["target"] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
+    manifest["architecture"] = manifest["targets"][0] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
     manifest["precision"]["layers"][f"blocks.3.{HOSTILE}"] = HOSTILE
     manifest["precision"]["high_precision"].append(HOSTILE)
     judgement, calibration = accuracy["judgement"], accuracy["calibration"]

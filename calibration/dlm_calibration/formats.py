@@ -9,7 +9,8 @@ temporaries stay at a few MiB whatever the matrix's size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 from dlm_runtime.errors import DlmError
 
 FORMATS = ("int8", "int4", "fp8", "nvfp4")
+ScaleType = np.dtype[Any]
+FP32: ScaleType = np.dtype(np.float32)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
 )  # by code; bit 3 is the sign
@@ -34,6 +37,7 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to zero on some devices. NVFP4
 # multiplies its tensor scale by group scales down to 2**-9, and the product has to stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
+SMALLEST_FP16_SCALE = np.float32(2.0**-20)  # four bits of a subnormal: a coarser scale would be off by more than a code
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 _BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
 
@@ -96,7 +100,12 @@ class QuantisedWeight:
 
 
 def quantise_weight(
-    w: np.ndarray, format: str, *, group_size: int | None = None, amax: np.ndarray | float | None = None
+    w: np.ndarray,
+    format: str,
+    *,
+    group_size: int | None = None,
+    amax: np.ndarray | float | None = None,
+    scale_dtype: ScaleType = FP32,
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` (any float dtype; rounded from its fp32 value), half to even.
 
@@ -105,6 +114,7 @@ def quantise_weight(
     E4M3(amax of 16 rows / (6 * global scale)).
     ``amax`` replaces the largest absolute value as the range: a scalar, or what broadcasts to the scales' shape (nvfp4: a
     scalar). Values beyond it saturate; int4 then uses -8 too. Where the range is zero the scale is 1 and the codes are 0.
+    ``scale_dtype`` is what the graph holds scales in: they are rounded to it before codes are chosen, and stay fp32 here.
 
     Raises QuantisationError for an unknown format, a group size or K that the format does not take, and values or ranges
     that are not finite.
@@ -113,14 +123,14 @@ def quantise_weight(
     _check_matrix(w, format)
     rows, columns = w.shape
     if format == "nvfp4":
-        return _quantise_nvfp4(w, amax)
+        return _quantise_nvfp4(w, amax, scale_dtype)
     if amax is None:
         ranges = group_amax(w, group_size or rows)
         ranges = ranges if group_size else ranges[0]
     else:
         _check_finite(w)
         ranges = _given_amax(amax, (-(-rows // group_size), columns) if group_size else (columns,))
-    scales = scales_of(ranges, format)
+    scales = scales_of(ranges, format, scale_dtype)
     codes = np.empty((rows, columns), dtype=_CODE_TYPES[format])
     for start, stop in _row_blocks(rows, columns, 1):
         block_scales = scales if group_size is None else scales[np.arange(start, stop) // group_size]
@@ -144,12 +154,33 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
     return codes
 
 
-def scales_of(amax: np.ndarray, format: str) -> np.ndarray:
-    """fp32 scales that put ``amax`` on the largest code (nvfp4: the tensor's global scale); 1 where amax is next to nothing."""
+def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
+    """fp32 scales that put ``amax`` on the largest code (nvfp4: the tensor's global scale); 1 where amax is next to nothing.
+
+    They are values of ``scale_dtype``; in fp16 none is smaller than ``SMALLEST_FP16_SCALE``.
+    """
     smallest = _SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE
     scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
-    guarded: np.ndarray = np.where(scales < smallest, np.float32(1), scales)
+    guarded: np.ndarray = np.where(scales < smallest, np.float32(1), round_scales(scales, scale_dtype))
     return guarded
+
+
+def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
+    """Positive fp32 scales as ``scale_dtype`` holds them, in fp32 again."""
+    if scale_dtype == FP32:
+        return scales
+    if scale_dtype == np.float16:
+        scales = np.clip(scales, SMALLEST_FP16_SCALE, np.finfo(np.float16).max)
+    rounded: np.ndarray = scales.astype(scale_dtype).astype(np.float32)
+    return rounded
+
+
+def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWeight:
+    """The same codes under scales that ``scale_dtype`` holds."""
+    if weight.global_scale is not None:
+        rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
+        return replace(weight, global_scale=np.float32(float(rounded)))
+    return replace(weight, scales=round_scales(weight.scales, scale_dtype))
 
 
 def group_amax(w: np.ndarray, group_size: int) -> np.ndarray:
@@ -171,7 +202,7 @@ def group_amax(w: np.ndarray, group_size: int) -> np.ndarray:
     return out
 
 
-def quantise_activation(x: np.ndarray, format: str, amax: float | None) -> np.ndarray:
+def quantise_activation(x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.ndarray:
     """``x`` (fp32, any shape) quantised and dequantised again: what the layer behind it sees.
 
     int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None the range is the tensor's own (ONNX
@@ -193,7 +224,7 @@ def quantise_activation(x: np.ndarray, format: str, amax: float | None) -> np.nd
     _check_finite(flat)
     if format == "int8" and amax is None:
         return _quantise_dynamic_uint8(x)
-    scale = activation_scale(format, amax)
+    scale = activation_scale(format, amax, scale_dtype)
     out = np.empty_like(flat)
     for start, stop in _row_blocks(flat.shape[0], flat.shape[1], 1):
         block = flat[start:stop]
@@ -212,8 +243,9 @@ def quantise_activation(x: np.ndarray, format: str, amax: float | None) -> np.nd
     return out.reshape(x.shape)
 
 
-def activation_scale(format: str, amax: float | None) -> np.float32:
-    """The static fp32 scale for an activation range: what the graph holds and what ``quantise_activation`` rounds with.
+def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
+    """The static scale for an activation range, a value of ``scale_dtype``: what the graph holds and
+    ``quantise_activation`` rounds with.
 
     Raises QuantisationError if amax is missing, not finite or not positive.
     """
@@ -221,8 +253,9 @@ def activation_scale(format: str, amax: float | None) -> np.float32:
         raise QuantisationError(f"{format} activations need a positive range, not {amax}: calibrate the layer first.")
     scale = float(np.float32(amax) / _LEVELS[format])
     # An input that was all but zero in calibration keeps a tiny range.
-    usable: np.float32 = np.float32(max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE)))
-    return usable
+    usable = np.float32(max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE)))
+    rounded: np.float32 = np.float32(float(round_scales(np.asarray(usable), scale_dtype)))
+    return rounded
 
 
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
@@ -272,11 +305,11 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None) -> QuantisedWeight:
+def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None, scale_dtype: ScaleType) -> QuantisedWeight:
     rows, columns = w.shape
     ranges = group_amax(w, NVFP4_GROUP_SIZE)
     tensor_amax = ranges.max() if amax is None else _given_amax(amax, ())
-    global_scale = np.float32(scales_of(tensor_amax, "nvfp4"))
+    global_scale = np.float32(scales_of(tensor_amax, "nvfp4", scale_dtype))
     scales = nvfp4_group_scales(ranges, global_scale)
     codes = np.empty((columns, rows), dtype=np.uint8)
     for start, stop in _row_blocks(rows, columns, NVFP4_GROUP_SIZE):

@@ -13,8 +13,10 @@ import numpy as np
 
 from dlm_calibration.formats import (
     E2M1_VALUES,
+    FP32,
     QuantisationError,
     QuantisedWeight,
+    ScaleType,
     e2m1_codes,
     encode,
     group_amax,
@@ -109,6 +111,7 @@ def gptq(
     group_size: int | None = None,
     damping: float = 0.01,
     activation_order: bool = False,
+    scale_dtype: ScaleType = FP32,
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least: the rows behind a row make up for its rounding error.
 
@@ -123,7 +126,8 @@ def gptq(
     """
     if not damping > 0:
         raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
-    nearest = quantise_weight(w, format, group_size=group_size)  # checks the rest, and its scales are the static ones
+    # Checks the rest, and its scales are the static ones.
+    nearest = quantise_weight(w, format, group_size=group_size, scale_dtype=scale_dtype)
     rows, columns = nearest.shape
     size = nearest.group_size or rows
     factor, order = _inverse_factor(gram, rows, damping, activation_order)
@@ -144,7 +148,7 @@ def gptq(
             if is_grouped and i % size == 0:
                 amax = group_amax(left[i : min(i + size, rows)], size)[0]
                 if nearest.global_scale is None:
-                    scales[group] = scales_of(amax, format)
+                    scales[group] = scales_of(amax, format, scale_dtype)
                 else:
                     scales[group] = nvfp4_group_scales(amax, nearest.global_scale)
             if nearest.global_scale is None:

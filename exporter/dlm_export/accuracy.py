@@ -108,12 +108,13 @@ def judge_bundle(
     judged: int,
     budgets: Budgets,
     *,
+    engine: str,
     threads: int,
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
-    with dlm_runtime.open(folder, threads=threads) as bundle:
+    with dlm_runtime.open(folder, engine=engine, threads=threads) as bundle:
         data = load_data(source.capabilities, source.path, bundle.tokenizer, options, is_calibrating=False)
         if data.warning:
             warn(data.warning)
@@ -133,12 +134,16 @@ def compare_bundles(
     judged: int,
     budgets: Budgets,
     *,
+    engine: str,
     threads: int,
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge one bundle by another. Raises DlmError if they are not of one denoiser's shape and vocabulary."""
-    with dlm_runtime.open(reference, threads=threads) as first, dlm_runtime.open(candidate, threads=threads) as second:
+    with (
+        dlm_runtime.open(reference, engine=engine, threads=threads) as first,
+        dlm_runtime.open(candidate, engine=engine, threads=threads) as second,
+    ):
         c, theirs = capabilities_of(first.manifest), capabilities_of(second.manifest)
         for key in ("vocab_size", "mask_token_id", "shift", "eos_token_ids"):
             if getattr(c, key) != getattr(theirs, key):

@@ -57,15 +57,16 @@ class Found:
     layers: list[dict[str, Any]]
 
 
-def formats_for(target: Target, options: AutoOptions) -> tuple[str, ...]:
-    """The formats to try. Raises RecipeError for one that does not exist or that the target does not take."""
-    chosen = options.formats or target.auto
-    for name in chosen:
-        if name not in target.formats:
-            raise RecipeError(
-                f"--auto-formats: {name!r} is not one that target {target.name} takes: {', '.join(target.formats)}"
-            )
-    return chosen
+def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
+    """The formats to try. Raises RecipeError for one that does not exist or that a target does not take."""
+    shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
+    for target in targets:
+        for name in options.formats or ():
+            if name not in target.formats:
+                raise RecipeError(
+                    f"--auto-formats: {name!r} is not one that target {target.name} takes: {', '.join(target.formats)}"
+                )
+    return options.formats or tuple(shared)
 
 
 def units(shapes: Mapping[str, tuple[int, int]], formats: Sequence[str], states: int) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,18 +18,19 @@ import dlm_runtime
 from dlm_calibration.formats import QuantisedWeight
 from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_calibration.states import MASK_RATIOS, State
-from dlm_export import accuracy, auto, calibrate, families, graph, modelopt, quantise, samples, targets, verify
+from dlm_export import accuracy, auto, calibrate, engines, families, graph, modelopt, quantise, samples, targets, verify
 from dlm_export import bundle as bundle_files
 from dlm_export.accuracy import ACCURACY_FILE, REPORT_FILE
 from dlm_export.checkpoint import CheckpointError
 from dlm_export.denoiser import Capabilities, Denoiser
+from dlm_export.engines import Builder, Built, EngineOptions
 from dlm_export.families.base import Overrides
 from dlm_export.judge import Budgets, Judgement
 from dlm_export.memory import give_back
 from dlm_export.progress import Progress, Silent
 from dlm_export.report import write_report
 from dlm_export.sources import Source, open_source
-from dlm_export.targets import STORED
+from dlm_export.targets import STORED, TargetError
 from dlm_export.threshold import Refit
 from dlm_runtime.errors import DlmError, RequestError
 from dlm_runtime.policy import Policy
@@ -65,6 +66,9 @@ class BuildReport:
     judgement: Judgement | None = None
     threshold: Refit | None = None
     curve: list[auto.CurvePoint] = field(default_factory=list)
+    engines: list[Built] = field(default_factory=list)
+    deferred: dict[str, str] = field(default_factory=dict)
+    """Target -> the command that builds its engine, on the device."""
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,6 +85,8 @@ class BuildReport:
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
             "threshold": None if self.threshold is None else self.threshold.as_dict(),
             "curve": [point.as_dict() for point in self.curve],
+            "engines": {built.target: built.entry | {"seconds": built.seconds} for built in self.engines},
+            "deferred_engines": self.deferred,
         }
 
 
@@ -100,8 +106,10 @@ def build(
     source_path: Path,
     output: Path,
     *,
-    target: str = "cpu",
+    target: str | Sequence[str] = "cpu",
     precision: str = "fp32",
+    activations: str | None = None,
+    engine: EngineOptions | None = None,
     force: bool = False,
     overrides: Overrides | None = None,
     check_parity: bool = True,
@@ -110,13 +118,15 @@ def build(
 ) -> BuildReport:
     """Build the bundle ``output`` from a checkpoint folder or a full-precision bundle; nothing is left of a failed one.
 
-    ``precision`` is fp32, fp16, the name or file of a recipe, or ``auto``. ``check_parity=False`` skips parity, and the
+    ``target`` names one device or several GPUs; ``precision`` is a full one (fp32 and fp16 on a CPU, fp16 and bf16 on GPUs),
+    the name or file of a recipe, or ``auto``. ``activations`` (fp16, bf16) are of quantised bundles for GPUs, None: as the
+    source is stored. ``engine`` says how engines are built, None: not here. ``check_parity=False`` skips parity, and the
     judging of a quantised bundle.
 
-    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError; ParityError when the finished bundle
-    differs from torch; AccuracyError when it misses a budget.
+    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError; ParityError when the finished
+    bundle differs from torch; AccuracyError when it misses a budget; AuditError when an engine is not what was asked for.
     """
-    work = _Build(output, target, precision, options or QuantiseOptions(), check_parity, progress or Silent())
+    work = _Build(output, target, precision, activations, engine, options, check_parity, progress)
     work.progress.start("read source", 1)
     return work.run(open_source(source_path, overrides), force)
 
@@ -125,31 +135,62 @@ def build_from(
     source: Source,
     output: Path,
     *,
-    target: str = "cpu",
+    target: str | Sequence[str] = "cpu",
     precision: str = "fp32",
+    activations: str | None = None,
+    engine: EngineOptions | None = None,
     force: bool = False,
     check_parity: bool = True,
     options: QuantiseOptions | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """``build`` from a source that is open already."""
-    work = _Build(output, target, precision, options or QuantiseOptions(), check_parity, progress or Silent())
+    work = _Build(output, target, precision, activations, engine, options, check_parity, progress)
     return work.run(source, force)
 
 
 class _Build:
     def __init__(
-        self, output: Path, target: str, precision: str, options: QuantiseOptions, check_parity: bool, progress: Progress
+        self,
+        output: Path,
+        target: str | Sequence[str],
+        precision: str,
+        activations: str | None,
+        engine: EngineOptions | None,
+        options: QuantiseOptions | None,
+        check_parity: bool,
+        progress: Progress | None,
     ) -> None:
-        self.output, self.precision, self.options, self.check_parity = output, precision, options, check_parity
-        self.progress = progress
-        self.target = targets.find(target)
-        self.recipe = self.target.recipe(precision)
+        self.output, self.precision, self.check_parity = output, precision, check_parity
+        self.options, self.engine_options = options or QuantiseOptions(), engine
+        self.progress = progress or Silent()
+        self.targets = targets.find_all([target] if isinstance(target, str) else target)
+        self.on_gpu = self.targets[0].sm is not None
+        self.recipe = targets.recipe_for(self.targets, precision)
         if self.recipe is not None and self.options.recipe_changes:
             self.recipe = replace(self.recipe, **self.options.recipe_changes)
+        if self.on_gpu and self.recipe is not None and self.recipe.embedding is not None:
+            raise TargetError("a quantised embedding table is for the CPU: leave --embedding out for GPUs")
+        self.activations = activations
+        if activations is not None:
+            if self.precision in graph.PRECISIONS or not self.on_gpu:
+                raise TargetError(f"activations in {activations} are for quantised bundles for GPUs")
+            targets.recipe_for(self.targets, activations)
         if self.options.calibrator == "modelopt":
             modelopt.require()  # before any work
-        self.base = precision if precision in graph.PRECISIONS else "fp32"
+        self.builders: dict[str, Builder] = {}
+        if self.on_gpu and engine is not None:
+            found = {target.name: engines.find_builder(target, engine.builder) for target in self.targets}
+            self.builders = {name: builder for name, builder in found.items() if builder is not None}
+
+    def base_of(self, source: Source) -> str:
+        """The precision of what is not quantised: parameters, activations, cache."""
+        if self.precision in graph.PRECISIONS:
+            return self.precision
+        if not self.on_gpu:
+            return "fp32"
+        takes_bf16 = all("bf16" in target.full_precisions for target in self.targets)
+        return self.activations or ("bf16" if source.precision == "bf16" and takes_bf16 else "fp16")
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[None]:
@@ -161,13 +202,16 @@ class _Build:
     def run(self, source: Source, force: bool) -> BuildReport:
         self.source = source
         c = self.capabilities = source.capabilities
+        self.base = self.base_of(source)
+        self.scale_dtype = graph.element_type(self.base).numpy()
         self.report = BuildReport(self.output, c, warnings=list(source.notes))
         self.presets = dict(source.presets)
         self.preset = samples.threshold_preset(c, source.presets, self.options.calibration.preset)[0]
         if self.check_parity:
             _check_memory(c.parameter_count())
         # Every tensor starts on a page of its own; the rest (graph, tokenizer, manifest) is small.
-        needed = graph.data_bytes(c, self.base) + (32 << 20)
+        needed = (1 + len(self.builders)) * (graph.data_bytes(c, self.base) + (32 << 20))
+        self.check_memory()
         if self.output.resolve() == source.path.resolve():
             raise bundle_files.OutputError(f"{self.output}: is what the bundle is built from; choose another folder")
         with bundle_files.staged(self.output, force=force, needed_bytes=needed) as folder:
@@ -176,20 +220,28 @@ class _Build:
             done = None if self.precision in graph.PRECISIONS else self.quantise()
             with self.stage("trace graph", 1):
                 traced = graph.trace(c, self.base)
+                device = traced.clone() if self.on_gpu else None
                 self.progress.advance()
             if done is not None:
-                self.parts = quantise.rewrite(
-                    traced, done.formats, done.amax, rotated=done.rotated, embedding=done.recipe.embedding
-                )
+                for form in filter(None, (traced, device)):
+                    self.parts = quantise.rewrite(
+                        form,
+                        done.formats,
+                        done.amax,
+                        rotated=done.rotated,
+                        embedding=done.recipe.embedding,
+                        for_tensorrt=form is device,
+                    )
+            if self.base == "bf16":
+                graph.compute_in_fp32(traced)
             with self.stage("write weights", graph.data_bytes(c, self.base)):
-                graph.write(traced, self.reader(traced, done), folder, self.progress.advance)
-            del traced
+                graph.write(traced, self.reader(traced, done), folder, self.progress.advance, device)
+            del traced, device
             self.manifest = bundle_files.make_manifest(
                 c,
                 precision=self.precision_record(done),
-                cache_dtype={"fp32": "float32", "fp16": "float16"}[self.base],
-                target=self.target.name,
-                graph=graph.describe(c),
+                targets=[target.name for target in self.targets],
+                graph=graph.describe(c, self.base, for_device=self.on_gpu),
                 presets=self.presets,
                 default_preset=source.default_preset,
                 tokenizer=None if source.text.tokenizer is None else "tokenizer.json",
@@ -198,6 +250,9 @@ class _Build:
             with self.stage("hash files", 1):
                 hashed = bundle_files.finish(folder, self.manifest)
                 self.progress.advance()
+            if self.on_gpu:
+                self.build_engines(hashed)
+                bundle_files.finish(folder, self.manifest, hashed)
             if self.check_parity:
                 proof = self.prove(done)
                 (folder / ACCURACY_FILE).write_text(json.dumps(proof, indent=1, allow_nan=False) + "\n")
@@ -209,6 +264,42 @@ class _Build:
             if path.is_file():
                 self.report.files_bytes[path.relative_to(self.output).as_posix()] = path.stat().st_size
         return self.report
+
+    def check_memory(self) -> None:
+        """EngineError if a target's memory cannot hold what is asked, as far as it is known before anything is quantised."""
+        c = self.capabilities
+        if not self.on_gpu or self.precision in (targets.AUTO, STORED):
+            return
+        shapes = quantise.linear_layers(c)
+        formats = {} if self.recipe is None else self.recipe.formats(list(shapes))
+        element_bytes = graph.element_type(self.base).itemsize
+        weights_bytes = int(element_bytes * c.parameter_count())
+        for layer, name in formats.items():
+            if FORMATS[name].weights is not None:
+                inputs, outputs = shapes[layer]
+                weights_bytes += FORMATS[name].weight_bytes(inputs, outputs) - int(element_bytes * inputs * outputs)
+        options = self.engine_options or EngineOptions()
+        limits = engines.limits_of(c.as_dict(), self.source.presets[self.source.default_preset].block_length, options)
+        for target in self.targets:
+            engines.check_memory(c.as_dict(), target, weights_bytes, limits, on_host=target.name in self.builders)
+
+    def build_engines(self, hashed: dict[str, Any]) -> None:
+        """An engine for every target that can be built here; commands for the others."""
+        for target in self.targets:
+            builder = self.builders.get(target.name)
+            if builder is None:
+                self.report.deferred[target.name] = engines.deferred_command(self.output, target)
+                continue
+            assert self.engine_options is not None
+            output = self.folder / engines.engine_file(target)
+            output.parent.mkdir(exist_ok=True)
+            built = engines.build_engine(
+                self.folder, self.manifest, hashed, target, builder, self.engine_options, output, self.progress
+            )
+            self.report.engines.append(built)
+            self.report.warnings += [f"TensorRT, {target.name}: {warning}" for warning in built.warnings]
+            self.report.stages_s[f"build engine {target.name}"] = built.seconds
+            self.manifest.setdefault("engines", {})[target.name] = built.entry
 
     def write_text(self) -> dict[str, Any] | None:
         """Tokenizer and chat template into the folder; what the manifest says of the template."""
@@ -247,7 +338,8 @@ class _Build:
         if recipe is None or formats is None:
             recipe, formats = self.search(shapes, self.states)
         if self.precision == STORED:
-            return calibrate.take_stored(self.source.parameters, self.capabilities, recipe, formats)
+            targets.check(self.targets, formats.values(), STORED)
+            return calibrate.take_stored(self.source.parameters, self.capabilities, recipe, formats, self.scale_dtype)
         sweeps = calibrate.sweeps(recipe, formats, shapes, self.options.calibrator)
         with self.stage("calibrate", max(1, sweeps * len(self.states))):
             return calibrate.calibrate(
@@ -259,6 +351,7 @@ class _Build:
                 self.states,
                 self.progress.advance,
                 self.options.calibrator,
+                self.scale_dtype,
             )
 
     def make_states(self) -> list[State]:
@@ -287,7 +380,7 @@ class _Build:
         """``--precision auto``: the cheapest recipe within the budget."""
         assert self.data is not None
         options = self.options
-        formats = auto.formats_for(self.target, options.auto)
+        formats = auto.formats_for(self.targets, options.auto)
         with self.stage("search", auto.units(shapes, formats, len(states))):
             found = auto.search(
                 self.source,
@@ -317,7 +410,8 @@ class _Build:
             if part.layer not in held:
                 held.clear()  # a layer's parts are written one after the other
                 held[part.layer] = done.embedding() if part.layer == "embed" else done.weight(part.layer)
-            return part_of(held[part.layer], part)
+            array = part_of(held[part.layer], part)
+            return array if part.part == "codes" else array.astype(dtype, copy=False)
 
         return read
 
@@ -327,7 +421,8 @@ class _Build:
             self.report.precision = self.precision
             return {"name": self.precision, "simulated": False}
         chosen = [FORMATS[name] for name in done.formats.values()]
-        is_simulated = self.target.name == "cpu" and any(layer.is_simulated_on_cpu for layer in chosen)
+        # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers another way.
+        is_simulated = self.on_gpu or any(layer.is_simulated_on_cpu for layer in chosen)
         self.report.precision, self.report.simulated = done.recipe.name, is_simulated
         return {
             "name": done.recipe.name,
@@ -347,7 +442,7 @@ class _Build:
                 calibrate.simulate(denoiser, done)
             return denoiser
 
-        kind = self.precision if done is None else "quantised"
+        kind = self.base if done is None else "quantised" if self.base != "bf16" else "quantised, bf16"
         with self.stage("check parity", 2 * check_units(self.presets)):
             self.report.parity = check(self.folder, c, load, self.presets, kind, progress=self.progress)
         if self.report.parity.misses:
@@ -361,7 +456,7 @@ class _Build:
         judging = self.data.judging[: self.options.judged]
         fitting = self.data.calibration[: FITTED * self.options.judged]
         seed = self.options.calibration.seed
-        with dlm_runtime.open(self.folder, check_hashes=False) as bundle:
+        with dlm_runtime.open(self.folder, engine="onnxruntime", check_hashes=False) as bundle:
             with self.stage("judge", accuracy.judge_units(judging)):
                 policy = self.source.presets[self.preset]
                 judgement = accuracy.judge_source(
@@ -409,6 +504,7 @@ def check(
     max_new_tokens: int = NEW_TOKENS,
     seed: int = 0,
     threads: int = 0,
+    engine: str = "onnxruntime",
     progress: Progress | None = None,
 ) -> verify.Parity:
     """Compare a bundle with a denoiser in torch; random prompts where none are given.
@@ -431,7 +527,7 @@ def check(
     cases = verify.make_cases(presets, prompts, max_new_tokens)
     expected = verify.expect(denoiser, prompts, cases, seed, progress.advance)
     del denoiser
-    with dlm_runtime.open(folder, threads=threads, check_hashes=False) as opened:
+    with dlm_runtime.open(folder, engine=engine, threads=threads, check_hashes=False) as opened:
         return verify.compare(opened, expected, precision, progress.advance)
 
 

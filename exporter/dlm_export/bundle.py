@@ -15,11 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dlm_export.denoiser import Capabilities
 from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import Policy
+
+if TYPE_CHECKING:
+    from dlm_export.denoiser import Capabilities
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -33,8 +35,7 @@ def make_manifest(
     capabilities: Capabilities,
     *,
     precision: dict[str, Any],
-    cache_dtype: str,
-    target: str,
+    targets: list[str],
     graph: dict[str, Any],
     presets: dict[str, Policy],
     default_preset: str,
@@ -67,9 +68,9 @@ def make_manifest(
             "tied_head": c.tied_head,
         },
         "tokens": {"mask": c.mask_token_id, "eos": list(c.eos_token_ids), "pad": c.pad_token_id},
-        "graph": graph | {"cache_dtype": cache_dtype},
+        "graph": graph,
         "precision": precision,
-        "target": target,
+        "targets": targets,
         "presets": {name: policy.as_dict() for name, policy in presets.items()},
         "default_preset": default_preset,
         "tokenizer": tokenizer,
@@ -86,13 +87,24 @@ def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and path.name != MANIFEST_FILE and name not in files:
-            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+            files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    write_manifest(folder, manifest, files)
     return files
 
 
-def _sha256(path: Path) -> str:
+def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
+    """Write manifest.json with ``files`` (size and SHA-256 by name); one that is there is replaced in one move."""
+    text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    new = folder / f"{MANIFEST_FILE}.new"
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, folder / MANIFEST_FILE)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """A file's SHA-256 in lower-case hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import QuantisedWeight, quantise_activation, quantise_weight
+from dlm_calibration.formats import FP32, QuantisedWeight, ScaleType, quantise_activation, quantise_weight, with_scales
 from dlm_calibration.observers import Method, Observer, Observers
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_calibration.states import State
@@ -126,6 +126,8 @@ class Quantisation:
     rotated: dict[str, int] = field(default_factory=dict)
     observers: Observers | None = None
     stored: families.Weights | None = None
+    scale_dtype: ScaleType = FP32
+    """What the graph holds scales in."""
     _solved: dict[str, QuantisedWeight] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
@@ -140,16 +142,23 @@ class Quantisation:
         if self.stored is not None:
             found = self.stored.stored(f"{layer}.weight")
             assert found is not None
-            return found.weight
+            return with_scales(found.weight, self.scale_dtype)
         if layer not in self._solved:
-            return quantise_weight(self.matrix(layer), chosen.weights, group_size=chosen.group_size)
+            return self.rounded(self.matrix(layer), chosen)
         return self._solved[layer]
+
+    def rounded(self, w: np.ndarray, chosen: LayerFormat) -> QuantisedWeight:
+        """A matrix rounded to nearest in a layer format."""
+        assert chosen.weights is not None
+        return quantise_weight(w, chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype)
 
     def solve(self, layer: str, gram: np.ndarray) -> None:
         """Round a layer's weight by GPTQ; ``gram`` ``[K, K]`` is its input's."""
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
-        self._solved[layer] = solvers.gptq(self.matrix(layer), gram, format=chosen.weights, group_size=chosen.group_size)
+        self._solved[layer] = solvers.gptq(
+            self.matrix(layer), gram, format=chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype
+        )
 
     def embedding(self) -> QuantisedWeight:
         """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
@@ -171,6 +180,7 @@ def calibrate(
     states: Sequence[State],
     on_state: Callable[[], None],
     calibrator: str = "own",
+    scale_dtype: ScaleType = FP32,
 ) -> Quantisation:
     """Find a recipe's numbers. ``states`` may be empty where ``recipe.needs_states`` says so.
 
@@ -178,7 +188,7 @@ def calibrate(
     called ``sweeps(...) * len(states)`` times. Raises CalibrationError, ModeloptError.
     """
     folded = Folded(parameters, capabilities)
-    done = Quantisation(recipe, dict(formats), folded)
+    done = Quantisation(recipe, dict(formats), folded, scale_dtype=scale_dtype)
     quantised = [layer for layer, name in formats.items() if name != HIGH]
     if recipe.rotate_down:
         done.rotated = {layer: len(solvers.hadamard(shapes[layer][0])) for layer in quantised if layer.endswith("mlp.down")}
@@ -219,10 +229,16 @@ def calibrate(
     return done
 
 
-def take_stored(parameters: Parameters, capabilities: Capabilities, recipe: Recipe, formats: Mapping[str, str]) -> Quantisation:
+def take_stored(
+    parameters: Parameters,
+    capabilities: Capabilities,
+    recipe: Recipe,
+    formats: Mapping[str, str],
+    scale_dtype: ScaleType = FP32,
+) -> Quantisation:
     """A pre-quantised checkpoint's own codes, scales and ranges. Raises CalibrationError for a range that is not there."""
     assert isinstance(parameters, families.Weights)
-    done = Quantisation(recipe, dict(formats), Folded(parameters, capabilities))
+    done = Quantisation(recipe, dict(formats), Folded(parameters, capabilities), scale_dtype=scale_dtype)
     done.stored = parameters
     for layer, name in formats.items():
         if not FORMATS[name].is_static:
@@ -286,8 +302,7 @@ def _fold(done: Quantisation, observers: Observers, quantised: Sequence[str]) ->
             chosen = FORMATS[done.formats[readers[0]]]
 
             def rounded(w: np.ndarray, chosen: LayerFormat = chosen) -> np.ndarray:
-                assert chosen.weights is not None
-                return quantise_weight(w, chosen.weights, group_size=chosen.group_size).dequantise()
+                return done.rounded(w, chosen).dequantise()
 
             found[of] = solvers.awq_scales(observer.rows, weights, rounded)[0]
     for of, scales in found.items():
@@ -360,7 +375,7 @@ def simulate(denoiser: Denoiser, done: Quantisation, layers: Iterable[str] | Non
         linear = modules[layer]
         undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
         linear.weight.data = torch.from_numpy(done.weight(layer).dequantise())
-        undo.append(linear.register_forward_pre_hook(_fake(chosen, done.amax.get(layer), layer in done.rotated)).remove)
+        undo.append(linear.register_forward_pre_hook(_fake(done, chosen, layer)).remove)
     if layers is None and done.recipe.embedding is not None:
         table = modules["embed"].weight
         undo.append(functools.partial(setattr, table, "data", table.data))
@@ -373,13 +388,15 @@ def simulate(denoiser: Denoiser, done: Quantisation, layers: Iterable[str] | Non
     return restore
 
 
-def _fake(chosen: LayerFormat, amax: float | None, turn: bool) -> Callable[..., Tensor | None]:
+def _fake(done: Quantisation, chosen: LayerFormat, layer: str) -> Callable[..., Tensor | None]:
+    turn = layer in done.rotated
+
     def before(_: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
         x = inputs[0].numpy()
         if turn:
             x = solvers.rotate(x)
         if chosen.activations is not None:
-            x = quantise_activation(x, chosen.activations, amax)
+            x = quantise_activation(x, chosen.activations, done.amax.get(layer), done.scale_dtype)
         return torch.from_numpy(np.ascontiguousarray(x)) if turn or chosen.activations is not None else None
 
     return before

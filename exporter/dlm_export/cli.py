@@ -1,6 +1,7 @@
 """The command line. Commands parse and print; the work is in functions that a test or a notebook can call.
 
-Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 could not, 2 wrong usage, 3 parity failed.
+Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 could not, 2 wrong usage, 3 parity, a budget or an
+engine's audit failed.
 torch, onnx and the rest of the export extra are imported inside the commands that need them.
 """
 
@@ -17,12 +18,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dlm_export.printing import Bars, format_bytes, print_build, print_json, print_judgement, print_parity, print_table
+from dlm_export.printing import (
+    Bars,
+    format_bytes,
+    print_build,
+    print_engine,
+    print_json,
+    print_judgement,
+    print_parity,
+    print_table,
+    print_targets,
+)
 from dlm_runtime.errors import DlmError, RequestError
 
 if TYPE_CHECKING:
     from dlm_export.build import QuantiseOptions
     from dlm_export.denoiser import Capabilities
+    from dlm_export.engines import EngineOptions
     from dlm_export.families.base import Overrides
     from dlm_export.judge import Budgets
     from dlm_export.sources import Source
@@ -77,6 +89,20 @@ _canvas_option = click.option(
     help="Longest canvas in tokens, prompt included.  [default: the checkpoint's]",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+_engine_option = click.option(
+    "--engine",
+    type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
+    default="auto",
+    show_default=True,
+    help="What makes the passes; auto: TensorRT where the bundle has engines.",
+)
+_cpu_engine_option = click.option(
+    "--engine",
+    type=click.Choice(["onnxruntime", "tensorrt"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
+)
 _threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")
 
 
@@ -232,15 +258,22 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
     from dlm_export import targets
 
     _check_effect(values)
-    targets.find(values["target"]).recipe(values["precision"])  # before torch is imported
+    names = _names(values["target"])
+    found = targets.find_all(names)
+    targets.recipe_for(found, values["precision"])  # before torch is imported
+    on_gpu = found[0].sm is not None
+    if not on_gpu:
+        _refuse(values, _ENGINE_ONLY, f"is for GPUs; --target is {values['target']}")
     from dlm_export import build as builder
 
     with Bars() as bars:
         report = builder.build(
             source,
             output,
-            target=values["target"],
+            target=names,
             precision=values["precision"],
+            activations=values["activations"],
+            engine=None if values["no_engine"] or not on_gpu else _engine_options(values),
             force=values["force"],
             overrides=_overrides(values["mask_token_id"], values["max_canvas_length"]),
             check_parity=not values["no_verify"],
@@ -253,7 +286,21 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
     print_build(report)
 
 
-_QUANTISED_ONLY = ("calib", "calib_preset", "observer", "solver", "smoothing", "rotate_down", "embedding", *_BUDGETS)
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+_QUANTISED_ONLY = (
+    "activations",
+    "calib",
+    "calib_preset",
+    "observer",
+    "solver",
+    "smoothing",
+    "rotate_down",
+    "embedding",
+    *_BUDGETS,
+)
 
 
 def _refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
@@ -265,7 +312,7 @@ def _refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
 
 def _check_effect(values: dict[str, Any]) -> None:
     precision = values["precision"]
-    if precision in ("fp32", "fp16"):
+    if precision in ("fp32", "fp16", "bf16"):
         _refuse(values, _QUANTISED_ONLY, f"is for quantised bundles; --precision is {precision}")
     if precision != "auto":
         _refuse(values, ("auto_formats",), "is for --precision auto")
@@ -273,21 +320,66 @@ def _check_effect(values: dict[str, Any]) -> None:
         _refuse(values, ("observer", "solver", "smoothing", "rotate_down"), "has no effect on stored codes and scales")
     if values["no_verify"]:
         _refuse(values, _BUDGETS, "needs judging, which --no-verify skips")
+    if values["no_engine"]:
+        _refuse(values, ("workspace", "timing_cache", "builder"), "is for building engines, which --no-engine leaves out")
+
+
+_ENGINE_OPTIONS = (
+    click.option("--canvas", type=click.IntRange(1), help="Tokens of the longest canvas an engine takes.  [default: all]"),
+    click.option(
+        "--block",
+        type=click.IntRange(1),
+        help="Tokens of the longest cached pass, and most rows scored.  [default: the loop's]",
+    ),
+    click.option("--workspace", type=click.IntRange(1), help="MiB that a layer may take as scratch.  [default: 1024]"),
+    click.option(
+        "--timing-cache", type=CHECKPOINT, help="File of TensorRT's timings, read and written: later builds are quicker."
+    ),
+    click.option(
+        "--builder", type=click.Choice(["tensorrt_rtx", "tensorrt"]), help="Insist on one.  [default: what builds here]"
+    ),
+    click.option(
+        "--allow-fallback", is_flag=True, default=None, help="Take layers held otherwise than asked; the manifest says so."
+    ),
+)
+_ENGINE_ONLY = ("activations", "canvas", "block", "workspace", "timing_cache", "builder", "allow_fallback", "no_engine")
+
+
+def _engine_options(values: dict[str, Any]) -> EngineOptions:
+    from dlm_export.engines import WORKSPACE_BYTES, EngineOptions
+
+    return EngineOptions(
+        canvas=values["canvas"],
+        block=values["block"],
+        workspace_bytes=WORKSPACE_BYTES if values["workspace"] is None else values["workspace"] << 20,
+        timing_cache=values["timing_cache"],
+        allow_fallback=bool(values["allow_fallback"]),
+        builder=values["builder"],
+    )
 
 
 _OUTPUT_OPTIONS = (
     click.option("-o", "--output", required=True, type=CHECKPOINT, help="Folder of the bundle to write."),
-    click.option("--target", default="cpu", show_default=True, help="Device to build for; `dlm-export targets` lists them."),
+    click.option(
+        "--target", default="cpu", show_default=True, help="Device, or GPUs with commas; `dlm-export targets` lists them."
+    ),
     click.option("--force", is_flag=True, help="Replace the bundle that is there."),
     click.option("--no-verify", is_flag=True, help="Skip parity and judging, which hold the denoiser in fp32."),
+    click.option(
+        "--no-engine", is_flag=True, default=None, help="Leave engines to `dlm-export engine`, here or on the device."
+    ),
+    click.option(
+        "--activations", type=click.Choice(["fp16", "bf16"]), help="Of quantised bundles for GPUs.  [default: as stored]"
+    ),
+    *_ENGINE_OPTIONS,
 )
-_PRECISION_HELP = "fp32, fp16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
+_PRECISION_HELP = "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
 
 
 @main.command(context_settings=CONTEXT)
 @click.argument("checkpoint", type=CHECKPOINT)
 @_options(_OUTPUT_OPTIONS)
-@click.option("--precision", default="fp32", show_default=True, help=_PRECISION_HELP)
+@click.option("--precision", help=f"{_PRECISION_HELP}  [default: fp32, fp16 on GPUs]")
 @_options((_mask_option, _canvas_option), _CALIB_OPTIONS, _DATA_OPTIONS, _RECIPE_OPTIONS, _BUDGET_OPTIONS, (_json_option,))
 def build(checkpoint: Path, output: Path, **values: Any) -> None:
     """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what quantisation costs.
@@ -296,6 +388,8 @@ def build(checkpoint: Path, output: Path, **values: Any) -> None:
 
     Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o build/demo-int8
     """
+    if values["precision"] is None:
+        values["precision"] = "fp32" if _names(values["target"]) == ["cpu"] else "fp16"
     _build(checkpoint, output, values)
 
 
@@ -314,6 +408,36 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 
 @main.command(context_settings=CONTEXT)
 @click.argument("bundle", type=CHECKPOINT)
+@click.option("--target", required=True, help="Device to build for; `dlm-export targets` lists them.")
+@click.option("--force", is_flag=True, help="Replace the engine that is there.")
+@_options(_ENGINE_OPTIONS)
+@_json_option
+def engine(bundle: Path, target: str, force: bool, as_json: bool, **values: Any) -> None:
+    """Build a TensorRT engine into a bundle that was built for GPUs. Needs no torch and no onnx.
+
+    TensorRT-RTX does it anywhere for RTX GPUs; for the others it is done on the device.
+
+    Example: dlm-export engine build/demo-nvfp4 --target thor
+    """
+    import dlm_runtime
+    from dlm_export.engines import add_engine
+    from dlm_export.targets import find
+
+    device = find(target)
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        manifest = opened.manifest
+    with Bars() as bars:
+        built = add_engine(bundle, manifest, device, _engine_options(values), force=force, progress=bars)
+    for warning in built.warnings:
+        _warn(f"TensorRT: {warning}")
+    if as_json:
+        print_json({"target": built.target, "seconds": built.seconds, **built.entry})
+    else:
+        print_engine(built, (bundle / built.entry["file"]).stat().st_size)
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("bundle", type=CHECKPOINT)
 @click.option(
     "--checkpoint", required=True, type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from."
 )
@@ -326,6 +450,7 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for accuracy.json and report.html of a quantised bundle.",
 )
+@_cpu_engine_option
 @_threads_option
 @_json_option
 def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
@@ -342,7 +467,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
     from dlm_export.sources import open_source
     from dlm_export.verify import random_prompts
 
-    with dlm_runtime.open(bundle) as opened:
+    with dlm_runtime.open(bundle, engine="none") as opened:
         manifest = opened.manifest
         overrides = _overrides(opened.mask_token_id, opened.max_canvas_length)
         source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
@@ -371,6 +496,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
             prompts=chosen,
             max_new_tokens=values["max_new_tokens"],
             seed=values["seed"],
+            engine=values["engine"],
             threads=values["threads"],
             progress=bars,
         )
@@ -394,6 +520,7 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
             data,
             values["judged"],
             _budgets(values),
+            engine=values["engine"],
             threads=values["threads"],
             progress=bars,
             warn=_warn,
@@ -412,6 +539,7 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @click.argument("reference", type=CHECKPOINT)
 @click.argument("candidate", type=CHECKPOINT)
 @_options(_HELD_OUT_OPTIONS, _DATA_OPTIONS, _BUDGET_OPTIONS)
+@_cpu_engine_option
 @_threads_option
 @_json_option
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
@@ -430,6 +558,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
             data,
             values["judged"],
             _budgets(values),
+            engine=values["engine"],
             threads=values["threads"],
             progress=bars,
             warn=_warn,
@@ -469,6 +598,7 @@ def _read_prompts(path: Path, bundle: Any, count: int) -> list[list[int]]:
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any other field of the policy; repeatable.")
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
+@_engine_option
 @_threads_option
 @_json_option
 def run(
@@ -482,6 +612,7 @@ def run(
     changes: tuple[str, ...],
     watch: bool,
     delay: float,
+    engine: str,
     threads: int,
     as_json: bool,
     **fields: Any,
@@ -505,7 +636,7 @@ def run(
         request["chat"] = [{"role": "user", "content": chat}]
     else:
         request["tokens"] = _token_list(tokens or "")
-    with dlm_runtime.open(bundle, threads=threads) as opened:
+    with dlm_runtime.open(bundle, engine=engine, threads=threads) as opened:
         if watch:
             from dlm_export.watch import watch as show
 
@@ -552,22 +683,17 @@ def targets(as_json: bool) -> None:
 
     Example: dlm-export targets --json
     """
-    from dlm_export.targets import TARGETS, this_machine
+    from dlm_export.targets import GENERIC, TARGETS, engine_here, this_machine
 
+    here = {name: engine_here(target) for name, target in TARGETS.items()}
     machine = this_machine()
     if as_json:
-        print_json({"targets": [target.as_dict() for target in TARGETS.values()], "this_machine": machine})
+        listed = [
+            target.as_dict() | {"engine_here": here[name][0], "engine_how": here[name][1]} for name, target in TARGETS.items()
+        ]
+        print_json({"targets": listed, "generic": list(GENERIC), "this_machine": machine})
         return
-    rows = [[t.name, t.description, t.engine, ", ".join(t.precisions), t.note] for t in TARGETS.values()]
-    print_table("Targets", ["target", "device", "engine", "precisions", "note"], rows)
-    engine = (
-        f"onnxruntime {machine['onnxruntime']} ({machine['onnxruntime_library']})"
-        if machine["onnxruntime"]
-        else "onnxruntime is not installed"
-    )
-    click.echo(
-        f"This machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}, {engine}"
-    )
+    print_targets(list(TARGETS.values()), list(GENERIC), here, machine)
 
 
 if __name__ == "__main__":

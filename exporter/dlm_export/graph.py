@@ -25,6 +25,7 @@ import ast
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -44,9 +45,14 @@ OPSET = 23
 TOP_K = 2  # confidence needs the best candidate, margin the best two
 LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
+DEVICE_FILE = "device.onnx"  # the same graph in the form that TensorRT's parser takes, over the same data
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
-PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
-_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16)}
+PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ELEMENT_TYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,20 @@ class Graph:
     model: ir.Model
     capabilities: Capabilities
     dtype: torch.dtype
+
+    @property
+    def element_type(self) -> ir.DataType:
+        """Of parameters, activations and cache."""
+        return _ELEMENT_TYPES[self.dtype]
+
+    def clone(self) -> Graph:
+        """Another one like it, to be rewritten by itself."""
+        return Graph(self.model.clone(), self.capabilities, self.dtype)
+
+
+def element_type(precision: str) -> ir.DataType:
+    """What a graph of this precision computes in."""
+    return _ELEMENT_TYPES[PRECISIONS[precision]]
 
 
 class Pass(nn.Module):
@@ -108,11 +128,13 @@ def output_names(layers: int) -> list[str]:
     return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
 
 
-def describe(capabilities: Capabilities) -> dict[str, Any]:
-    """What the manifest says of the graph, but for its cache's element type."""
+def describe(capabilities: Capabilities, precision: str, *, for_device: bool = False) -> dict[str, Any]:
+    """What the manifest says of the graph; ``for_device``: that there is a device graph too."""
     layers = capabilities.layers
     return {
         "file": GRAPH_FILE,
+        **({"device_file": DEVICE_FILE} if for_device else {}),
+        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
         "opset": OPSET,
         "top_k": TOP_K,
         "inputs": input_names(layers),
@@ -186,6 +208,8 @@ def _name_layers(model: ir.Model) -> None:
         node.metadata_props[LAYER_KEY] = path or "pass"
         for value in node.outputs:
             value.metadata_props.clear()
+            if value.type is None and node.inputs and node.inputs[0] is not None:
+                value.type = node.inputs[0].type  # torch leaves RMSNormalization's out
     for name, value in list(model.graph.initializers.items()):
         value.metadata_props.clear()
         value.name = name.removeprefix("denoiser.")
@@ -229,15 +253,61 @@ def _name_axes(model: ir.Model, c: Capabilities) -> None:
         value.shape = ir.Shape(shapes.get(str(value.name), ["B", c.kv_heads, rows, c.head_size]))
 
 
+_MOVES = ("Cast", "Concat", "Constant", "Expand", "Gather", "GatherElements", "Reshape", "Shape", "Transpose", "Unsqueeze")
+
+
+def compute_in_fp32(graph: Graph) -> None:
+    """Give a bf16 graph fp32 arithmetic whose every result is rounded to bf16, in place: ONNX Runtime's CPU kernels have none.
+
+    Parameters, inputs and outputs keep their type; operators that only move values do too.
+    """
+    wide: dict[ir.Value, ir.Value] = {}
+    nodes = graph.model.graph
+
+    def cast(value: ir.Value, to: ir.DataType, layer: str) -> ir.Node:
+        made = ir.node("Cast", [value], {"to": to}, metadata_props={LAYER_KEY: layer})
+        made.outputs[0].type = ir.TensorType(to)
+        return made
+
+    for node in list(nodes):
+        if node.op_type in _MOVES:
+            continue
+        layer = node.metadata_props[LAYER_KEY]
+        for i, value in enumerate(node.inputs):
+            if value is None or value.dtype != ir.DataType.BFLOAT16:
+                continue
+            if value not in wide:
+                widening = cast(value, ir.DataType.FLOAT, layer)
+                nodes.insert_before(node, widening)
+                wide[value] = widening.outputs[0]
+            node.replace_input_with(i, wide[value])
+        for value in node.outputs:
+            if value.dtype != ir.DataType.BFLOAT16:
+                continue
+            rounding = cast(value, ir.DataType.BFLOAT16, layer)
+            result = rounding.outputs[0]
+            name, result.shape = value.name, value.shape
+            value.replace_all_uses_with(result, replace_graph_outputs=True)
+            rounding.replace_input_with(0, value)
+            nodes.insert_after(node, rounding)
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+            value.name, result.name = f"{name}.fp32", name
+
+
 def write(
-    graph: Graph, parameter: Callable[[str, np.dtype], np.ndarray], folder: Path, on_tensor: Callable[[int], None]
+    graph: Graph,
+    parameter: Callable[[str, np.dtype], np.ndarray],
+    folder: Path,
+    on_tensor: Callable[[int], None],
+    device: Graph | None = None,
 ) -> None:
     """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``, one tensor in memory at a time.
 
     ``parameter(name, dtype)`` gives an initialiser as a C-contiguous array, 4-bit ones an element a byte;
-    ``on_tensor(bytes)`` is called after each one. Raises what ``parameter`` raises, and OSError when the disk is full.
+    ``on_tensor(bytes)`` is called after each one. ``device`` is written as ``device.onnx`` over the same data. Raises what
+    ``parameter`` raises, and OSError when the disk is full.
     """
-    c, dtype = graph.capabilities, _NUMPY_DTYPES[graph.dtype]
+    c, dtype = graph.capabilities, graph.element_type.numpy()
     cos, sin = rotary_tables(c)
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
     mask_token_bias[c.mask_token_id] = -np.inf
@@ -259,6 +329,35 @@ def write(
             )
             on_tensor(payload.nbytes)
     ir.save(graph.model, folder / GRAPH_FILE)
+    if device is not None:
+        _share_data(graph, device, folder)
+        _name_nodes(device)
+        ir.save(device.model, folder / DEVICE_FILE)
+
+
+def _name_nodes(graph: Graph) -> None:
+    """Call every node by its module path and operator: TensorRT's layers, and so the audit, go by nodes' names."""
+    used: Counter[str] = Counter()
+    for node in graph.model.graph:
+        name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
+        used[name] += 1
+        node.name = name if used[name] == 1 else f"{name}.{used[name]}"
+
+
+def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
+    """Point the device graph's initialisers at the bytes that ``graph`` has under the same names."""
+    written = {name: value.const_value for name, value in graph.model.graph.initializers.items()}
+    for name, value in device.model.graph.initializers.items():
+        if value.const_value is not None:
+            continue
+        tensor = written[name]
+        assert isinstance(tensor, ir.ExternalTensor)
+        assert value.dtype is not None
+        assert value.dtype.bitwidth == tensor.dtype.bitwidth, name
+        shape = ir.Shape(tuple(tensor.shape))
+        value.const_value = ir.ExternalTensor(
+            DATA_FILE, tensor.offset, tensor.length, value.dtype, shape=shape, name=name, base_dir=folder
+        )
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:

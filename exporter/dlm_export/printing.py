@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,9 @@ import click
 if TYPE_CHECKING:
     from dlm_export.auto import CurvePoint
     from dlm_export.build import BuildReport
+    from dlm_export.engines import Built
     from dlm_export.judge import Judgement
+    from dlm_export.targets import Target
     from dlm_export.threshold import Refit
     from dlm_export.verify import Parity
 
@@ -35,7 +39,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        is_number = i > 0 and all(row[i][:1].isdigit() for row in rows)
+        is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
@@ -80,6 +84,10 @@ def print_build(report: BuildReport) -> None:
     print_table(
         f"Wrote {report.output}", ["", "size"], [[name, format_bytes(size)] for name, size in report.files_bytes.items()]
     )
+    for built in report.engines:
+        print_engine(built, report.files_bytes[built.entry["file"]])
+    for target, command in report.deferred.items():
+        click.echo(f"The engine for {target} is built on the device, from this bundle: {command}")
     for warning in report.warnings:
         click.echo(f"Warning: {warning}", err=True)
     if report.curve:
@@ -89,7 +97,7 @@ def print_build(report: BuildReport) -> None:
     if report.threshold is not None:
         print_threshold(report.threshold)
     if report.simulated:
-        click.echo(f"Simulated: this target computes {report.precision} in fp32 on quantised values, exact but no faster.")
+        click.echo(f"Simulated: a CPU computes {report.precision} in full precision on quantised values, exact but no faster.")
     if report.parity is None:
         click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
     else:
@@ -97,6 +105,30 @@ def print_build(report: BuildReport) -> None:
         equal = sum(row.canvases_equal for row in report.parity.loop)
         total = sum(row.canvases for row in report.parity.loop)
         click.echo(f"Parity with PyTorch: logits within {worst:.1e} of their range, {equal} of {total} canvases equal")
+
+
+def print_engine(built: Built, size: int) -> None:
+    """An engine's size, builder, profiles, and what its layers are held in."""
+    from dlm_export.targets import sm_text
+
+    entry = built.entry
+    profiles = [
+        [name, *(" ".join(map(str, ranges[axis])) for axis in ("tokens", "cached", "rows"))]
+        for name, ranges in entry["profiles"].items()
+    ]
+    sms = ", ".join(sm_text(sm) for sm in entry["sm"])
+    what = f"{entry['file']}: {format_bytes(size)}, {entry['builder']} {entry['version']}, SM {sms}, {built.seconds:.1f} s"
+    click.echo(f"{what}, needs about {format_bytes(entry['device_bytes'])} on the device")
+    print_table("Profiles: min, opt, max", ["", "tokens", "cached", "rows"], profiles)
+    held = Counter(_block_left_out(layer, name) for layer, name in entry["audit"]["layers"].items())
+    rows = [[layer, name, str(count)] for (layer, name), count in held.items()]
+    print_table(f"Layers as the {entry['audit']['method']} has them", ["layer", "held in", "count"], rows)
+    for layer, each in entry["audit"]["fallbacks"].items():
+        click.echo(f"Warning: {layer} is {each['held']}, {each['asked']} was asked for (--allow-fallback)", err=True)
+
+
+def _block_left_out(layer: str, name: str) -> tuple[str, str]:
+    return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer), name
 
 
 def print_parity(parity: Parity) -> None:
@@ -213,3 +245,45 @@ def print_threshold(refit: Refit) -> None:
         )
     )
     click.echo(f"Threshold of {found['preset']}: {refitted['threshold']:g} {kept} ({figures})")
+
+
+def print_targets(
+    targets: Sequence[Target], generic: Sequence[str], here: Mapping[str, tuple[bool, str]], machine: Mapping[str, Any]
+) -> None:
+    """The devices in 80 columns, how each gets its engine (``here``: by name, ``targets.engine_here``), and this machine."""
+    from dlm_export.targets import GPU_ALIASES, sm_text
+
+    shown = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "nvfp4")
+    rows = [
+        [
+            target.name,
+            "-" if target.sm is None else sm_text(target.sm),
+            "-" if target.memory_bytes is None else f"{target.memory_bytes / 1e9:g}",
+            "-" if target.bandwidth_bytes_per_s is None else f"{target.bandwidth_bytes_per_s / 1e9:g}",
+            " ".join(name for name in shown if name in target.precisions),
+            (*target.engine_kinds, target.engine)[0],
+            "yes" if here[target.name][0] else "no",
+        ]
+        for target in targets
+    ]
+    print_table("Targets", ["target", "SM", "GB", "GB/s", "precisions", "engine", "here"], rows)
+    click.echo(f"Any other GPU, by its SM: {' '.join(generic)}")
+    click.echo(f"On GPUs {', '.join(f'{name} is the recipe {recipe}' for name, recipe in GPU_ALIASES.items())}")
+    click.echo("All recipes, peak rates, versions and sources: --json")
+    click.echo("Engines:")
+    ways: dict[str, list[str]] = {}
+    for target in targets:
+        ways.setdefault(here[target.name][1].replace(f"--target {target.name}", "--target TARGET"), []).append(target.name)
+    for way, names in ways.items():
+        click.echo(f"  {', '.join(names)}: {way}")
+    for target in targets:
+        if target.note:
+            click.echo(f"Note on {target.name}: {target.note}")
+    engine = (
+        f"onnxruntime {machine['onnxruntime']} ({machine['onnxruntime_library']})"
+        if machine["onnxruntime"]
+        else "onnxruntime is not installed"
+    )
+    gpu = "no GPU" if machine["gpu_sm"] is None else f"a GPU of SM {sm_text(machine['gpu_sm'])}"
+    memory = format_bytes(machine["memory_bytes"])
+    click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {memory}, {gpu}, {engine}")

@@ -1,20 +1,24 @@
 """Quantised layers in the graph: a MatMul's operands are replaced, everything around it stays.
 
 Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a weight's name. Weights are
-declared here with shape and type only; ``graph.write`` asks for them one at a time.
+declared here with shape and type only; ``graph.write`` asks for them one at a time. A graph is written in one of two forms,
+over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser.
 
 ==============  ========================================================================================================
-int8-dynamic    DynamicQuantizeLinear, MatMulInteger, one scale a column: integer arithmetic on a CPU
-int8-static     QuantizeLinear, DequantizeLinear on the input (uint8 around 128), DequantizeLinear on the weight
-int4            DequantizeLinear on the weight, groups along the input; activations stay
+int8-dynamic    DynamicQuantizeLinear, MatMulInteger, one scale a column: integer arithmetic, on a CPU only
+int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
+                around 128, TensorRT's int8 around 0: the same values
+int8-weight     DequantizeLinear on the weight; activations stay
+int4            the same in groups along the input
 fp8             as int8-static, in E4M3
-nvfp4           the CPU's exactly equal image: packed E2M1 codes looked up in a table of 16, times E4M3 group scale, times
-                the tensor's fp32 scale; the input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that
-                round to E2M1 by steps
+nvfp4           on a CPU the exactly equal image: packed E2M1 codes looked up in a table of 16, times E4M3 group scale, times
+                the tensor's scale; the input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that
+                round to E2M1 by steps. For TensorRT two DequantizeLinear, and TRT_FP4DynamicQuantize on the input
 ==============  ========================================================================================================
 
-The engine folds what depends on constants only, so an image costs its size on disk but no time in a pass.
-Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset 23); NVFP4's arithmetic follows NVIDIA's two-level scheme.
+The engine folds what depends on constants only, so an image costs its size on disk but no time in a pass. Scales are in the
+graph's dtype. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset 23), and for NVFP4 TensorRT's documented
+two-level scheme.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from dlm_runtime.errors import DlmError
 
 DOMAIN = "dlm_export"
 NVFP4_FUNCTION = "NVFP4QuantizeDequantize"
+TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -85,13 +90,14 @@ def rewrite(
     *,
     rotated: Mapping[str, int] | None = None,
     embedding: str | None = None,
+    for_tensorrt: bool = False,
 ) -> dict[str, Part]:
-    """Quantise the layers of a traced fp32 graph in place; returns what its new initialisers hold, by name.
+    """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by name.
 
     ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs, ``rotated`` the size of
-    the Hadamard matrix that turns a layer's input.
+    the Hadamard matrix that turns a layer's input. INT8 with ranges of each pass needs a graph in fp32.
     """
-    writer = _Writer(traced)
+    writer = _Writer(traced, for_tensorrt)
     wanted = {layer for layer, name in formats.items() if name != HIGH}
     for node in list(traced.model.graph):
         layer = node.metadata_props.get(LAYER_KEY, "")
@@ -115,9 +121,11 @@ def rewrite(
 
 
 class _Writer:
-    def __init__(self, traced: Graph) -> None:
+    def __init__(self, traced: Graph, for_tensorrt: bool) -> None:
         self.graph = traced.model.graph
         self.model = traced.model
+        self.for_tensorrt = for_tensorrt
+        self.dtype = traced.element_type
         self.parts: dict[str, Part] = {}
         self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
 
@@ -135,6 +143,12 @@ class _Writer:
         domain, _, op_type = op.rpartition("::")
         made = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, metadata_props={LAYER_KEY: layer})
         self.graph.insert_before(before, made)
+        if op_type == "Cast":
+            made.outputs[0].type = ir.TensorType(attributes["to"])
+        elif op_type not in ("DynamicQuantizeLinear", "MatMulInteger", "TRT_FP4DynamicQuantize"):
+            of = inputs[{"QuantizeLinear": 2, "DequantizeLinear": 1}.get(op_type, 0)]
+            assert of is not None
+            made.outputs[0].type = of.type  # ``graph.compute_in_fp32`` goes by it
         return tuple(made.outputs)
 
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
@@ -144,6 +158,10 @@ class _Writer:
         self.graph.initializers[name] = value
         self.parts[name] = Part(layer, part)
         return value
+
+    def number(self, name: str, array: Any) -> ir.Value:
+        """A small initialiser of the graph's own dtype."""
+        return self.constant(name, np.asarray(array).astype(self.dtype.numpy()))
 
     def constant(self, name: str, array: Any) -> ir.Value:
         """A small initialiser inside the graph's own file, one a name."""
@@ -160,6 +178,7 @@ class _Writer:
         assert w.shape is not None
         K, N = (int(size) for size in w.shape)  # type: ignore[arg-type]
         if chosen.activations == "int8" and not chosen.is_static:
+            assert self.dtype == ir.DataType.FLOAT, layer
             self.int8_dynamic(node, layer, x, K, N)
             return
         if chosen.activations is not None:
@@ -196,12 +215,29 @@ class _Writer:
         return self._inputs[key][0]
 
     def _activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
-        scale = self.constant(f"{layer}.input_scale", activation_scale(number_format, amax))
-        if number_format == "nvfp4":
+        scale_value = activation_scale(number_format, amax, self.dtype.numpy())
+        if number_format == "nvfp4" and not self.for_tensorrt:
             self._declare_function()
-            return self.nodes(node, layer, (f"{DOMAIN}::{NVFP4_FUNCTION}", [x, scale], {}))
+            scale = self.constant(f"{layer}.input_scale", scale_value)
+            wide = self._cast(node, layer, x, ir.DataType.FLOAT)
+            rounded = self.nodes(node, layer, (f"{DOMAIN}::{NVFP4_FUNCTION}", [wide, scale], {}))
+            return self._cast(node, layer, rounded, self.dtype)
+        scale = self.number(f"{layer}.input_scale", scale_value)
+        if number_format == "nvfp4":
+            self.graph.opset_imports[TRT_DOMAIN] = 1
+            groups = {"axis": -1, "block_size": 16}
+            quantise = f"{TRT_DOMAIN}::TRT_FP4DynamicQuantize"
+            codes, scales = self.node(node, layer, quantise, [x, scale], groups | {"scale_type": F8.value}, outputs=2)
+            return self.nodes(
+                node,
+                layer,
+                ("DequantizeLinear", [scales, scale], {}),
+                ("DequantizeLinear", [codes, None], groups),
+            )
         if number_format == "fp8":
             zero = self.constant("zero.fp8", np.zeros((), ml_dtypes.float8_e4m3fn))
+        elif self.for_tensorrt:
+            zero = self.constant("zero.int8", np.int8(0))
         else:
             # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in more; the values are the same.
             zero = self.constant("zero.uint8", np.uint8(128))
@@ -216,25 +252,33 @@ class _Writer:
         if chosen.weights == "int4":
             assert chosen.group_size is not None
             codes = self.weight(layer, "codes", (K, N), ir.DataType.INT4)
-            scales = self.weight(layer, "scales", (-(-K // chosen.group_size), N), ir.DataType.FLOAT)
+            scales = self.weight(layer, "scales", (-(-K // chosen.group_size), N), self.dtype)
             options = {"axis": 0, "block_size": chosen.group_size}
             return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], options))
         if chosen.weights in ("int8", "fp8"):
             codes = self.weight(layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8)
-            scales = self.weight(layer, "scales", (N,), ir.DataType.FLOAT)
+            scales = self.weight(layer, "scales", (N,), self.dtype)
             return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], {"axis": 1}))
         assert chosen.weights == "nvfp4"
-        codes = self.weight(layer, "codes", (N, K), ir.DataType.UINT4)
+        codes = self.weight(layer, "codes", (N, K), ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4)
         scales = self.weight(layer, "scales", (N, K // 16), F8)
-        global_scale = self.weight(layer, "global_scale", (), ir.DataType.FLOAT)
+        global_scale = self.weight(layer, "global_scale", (), self.dtype)
+        if self.for_tensorrt:
+            group_scales = self.nodes(node, layer, ("DequantizeLinear", [scales, global_scale], {}))
+            return self.nodes(
+                node,
+                layer,
+                ("DequantizeLinear", [codes, group_scales], {"axis": -1, "block_size": 16}),
+                ("Transpose", [None], {"perm": [1, 0]}),
+            )
         group_scales = self.nodes(
             node,
             layer,
             ("Cast", [scales], {"to": ir.DataType.FLOAT}),
-            ("Mul", [None, global_scale], {}),
+            ("Mul", [None, self._cast(node, layer, global_scale, ir.DataType.FLOAT)], {}),
             ("Unsqueeze", [None, self.constant("axis.2", np.array([2], np.int64))], {}),
         )
-        return self.nodes(
+        matrix = self.nodes(
             node,
             layer,
             ("Cast", [codes], {"to": ir.DataType.INT32}),
@@ -244,6 +288,10 @@ class _Writer:
             ("Reshape", [None, self.constant("shape.matrix", np.array([0, -1], np.int64))], {}),
             ("Transpose", [None], {"perm": [1, 0]}),
         )
+        return self._cast(node, layer, matrix, self.dtype)
+
+    def _cast(self, node: ir.Node, layer: str, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return value if value.dtype == dtype else self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
 
     def rotate(self, node: ir.Node, size: int) -> None:
         layer, x = node.metadata_props[LAYER_KEY], node.inputs[0]
@@ -253,7 +301,7 @@ class _Writer:
             node,
             layer,
             ("Reshape", [x, split], {}),
-            ("MatMul", [None, self.constant(f"hadamard.{size}", hadamard(size))], {}),
+            ("MatMul", [None, self.number(f"hadamard.{size}", hadamard(size))], {}),
             ("Reshape", [None, whole], {"allowzero": 0}),
         )
         # The last axis came out as -1 of unknown size: MatMul finds it again from the weight.
@@ -266,9 +314,9 @@ class _Writer:
         assert table.shape is not None
         V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
         codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if number_format == "int8" else F8)
-        scales = self.weight("embed", "scales", (V, 1), ir.DataType.FLOAT)
+        scales = self.weight("embed", "scales", (V, 1), self.dtype)
         first = next(iter(self.graph))
-        whole = self.nodes(first, "embed", ("Cast", [codes], {"to": ir.DataType.FLOAT}), ("Mul", [None, scales], {}))
+        whole = self.nodes(first, "embed", ("Cast", [codes], {"to": self.dtype}), ("Mul", [None, scales], {}))
         table.replace_all_uses_with(whole)
 
     def _declare_function(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,14 @@ class Source:
     text: TokenizerFiles
     presets: dict[str, Policy]
     default_preset: str
+    precision: str
+    """fp32, fp16 or bf16: what most of its weights are stored in."""
     notes: tuple[str, ...] = ()
     """What was left out of a checkpoint, for people."""
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
-    """Open a checkpoint, or a bundle in fp32 or fp16. Raises CheckpointError, BundleError."""
+    """Open a checkpoint, or a bundle in full precision. Raises CheckpointError, BundleError."""
     if (path / MANIFEST_FILE).is_file():
         return _open_bundle(path, overrides or Overrides())
     checkpoint = Checkpoint(path)
@@ -42,7 +46,23 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     weights = families.Weights(checkpoint, capabilities)
     text = tokenizer.read(checkpoint, capabilities)
     family = families.FAMILIES[capabilities.family]
-    return Source(path, capabilities, weights, text, dict(PRESETS), family.default_preset, tuple(weights.notes))
+    return Source(
+        path,
+        capabilities,
+        weights,
+        text,
+        dict(PRESETS),
+        family.default_preset,
+        _stored_precision(checkpoint),
+        tuple(weights.notes),
+    )
+
+
+def _stored_precision(checkpoint: Checkpoint) -> str:
+    elements: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        elements[info.dtype] += math.prod(info.shape)
+    return {"F32": "fp32", "F16": "fp16"}.get(elements.most_common(1)[0][0], "bf16")
 
 
 class BundleParameters:
@@ -73,7 +93,7 @@ class BundleParameters:
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
     # Opening it checks the manifest, sizes and hashes: what is read below is what was written.
-    with dlm_runtime.open(path, threads=1) as bundle:
+    with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
         presets = {name: bundle.policy(name) for name in manifest["presets"]}
     precision = manifest["precision"]["name"]
@@ -92,7 +112,8 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         None if chat is None else (path / chat["file"]).read_text(encoding="utf-8"),
         {} if chat is None else chat["special_tokens"],
     )
-    return Source(path, capabilities, BundleParameters(path, capabilities), text, presets, manifest["default_preset"])
+    parameters = BundleParameters(path, capabilities)
+    return Source(path, capabilities, parameters, text, presets, manifest["default_preset"], precision)
 
 
 def capabilities_of(manifest: dict[str, Any]) -> Capabilities:

@@ -202,8 +202,17 @@ def library() -> C.CDLL:
 
 def onnxruntime_library() -> str | None:
     """Path of libonnxruntime in the installed onnxruntime package, found without importing it; None if there is none."""
-    spec = importlib.util.find_spec("onnxruntime")
+    return _packaged("onnxruntime", "capi/libonnxruntime.so*")
+
+
+def tensorrt_library() -> str | None:
+    """Path of TensorRT's library in an installed package of its wheels, found without importing it; None if there is none."""
+    return _packaged("tensorrt_libs", "libnvinfer.so.*") or _packaged("tensorrt_rtx_libs", "libtensorrt_rtx.so.*")
+
+
+def _packaged(package: str, pattern: str) -> str | None:
+    spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for path in sorted((Path(folder) / "capi").glob("libonnxruntime.so*")):
+        for path in sorted(Path(folder).glob(pattern)):
             return str(path)
     return None

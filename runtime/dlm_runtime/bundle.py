@@ -338,23 +338,42 @@ def native_policy(policy: Policy) -> _native.Policy:
 def open(
     path: str | Path,
     *,
-    engine: str = "onnxruntime",
+    engine: str = "auto",
     threads: int = 0,
     library: str | Path | None = None,
     check_hashes: bool = True,
 ) -> Bundle:
     """Open the bundle in the folder ``path``.
 
-    ``threads`` of the engine, 0 takes all cores. ``library`` is the path of libonnxruntime; None looks at
-    $DLM_ONNXRUNTIME, the installed onnxruntime package and the system, in that order. ``check_hashes=False`` compares
-    files by size only. Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine.
+    ``engine`` is "auto" ("tensorrt" if the bundle has TensorRT engines, else "onnxruntime"), "onnxruntime", "tensorrt", or
+    "none" (the bundle is checked and makes no passes). ``library`` is the path of the engine's library; None looks at
+    $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` of ONNX Runtime,
+    0 takes all cores. ``check_hashes=False`` compares files by size only.
+
+    Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine, RequestError for an
+    engine that is not known, or that this bundle or device does not have.
     """
+    if engine == "auto":
+        # The library has to be found before the engine is opened, so which one it will be is asked first.
+        with _open(path, "none", None, threads, False) as looked_at:
+            engine = "tensorrt" if looked_at.manifest.get("engines") else "onnxruntime"
+    if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
+        library = _native.onnxruntime_library()
+    if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
+        library = _native.tensorrt_library()
+    bundle = _open(path, engine, library, threads, check_hashes)
+    name, chat = bundle.manifest.get("tokenizer"), bundle.manifest.get("chat_template")
+    if name is not None:
+        template = None if chat is None else Path(path) / chat["file"]
+        bundle.tokenizer = Tokenizer.from_files(Path(path) / name, template, chat["special_tokens"] if chat else None)
+    return bundle
+
+
+def _open(path: str | Path, engine: str, library: str | Path | None, threads: int, check_hashes: bool) -> Bundle:
     native = _native.library()
     options = _native.OpenOptions()
     native.dlm_open_options_init(C.byref(options))
-    if library is None and not os.environ.get("DLM_ONNXRUNTIME"):
-        library = _native.onnxruntime_library()
-    options.engine = engine.encode()
+    options.engine = engine.encode() if isinstance(engine, str) else None
     options.engine_library = None if library is None else os.fsencode(library)
     options.threads = threads
     options.check_hashes = int(check_hashes)
@@ -363,9 +382,4 @@ def open(
     status = native.dlm_bundle_open(os.fsencode(path), C.byref(options), message, len(message), C.byref(handle))
     if status:
         raise _native.error(status, message.value)
-    bundle = Bundle(handle, None, None)
-    name, chat = bundle.manifest.get("tokenizer"), bundle.manifest.get("chat_template")
-    if name is not None:
-        template = None if chat is None else Path(path) / chat["file"]
-        bundle.tokenizer = Tokenizer.from_files(Path(path) / name, template, chat["special_tokens"] if chat else None)
-    return bundle
+    return Bundle(handle, None, None)

@@ -117,12 +117,19 @@ DLM_API void dlm_policy_init(dlm_policy *policy); /* LLaDA's: static, confidence
 
 typedef struct dlm_open_options {
   size_t struct_size;
-  const char *engine;         /* "onnxruntime" */
-  const char *engine_library; /* path of libonnxruntime; NULL: $DLM_ONNXRUNTIME, then the system's */
-  int32_t threads;            /* of the engine; 0: all cores */
+  const char *engine;         /* "auto" (default): "tensorrt" if the bundle has engines of it, else "onnxruntime";
+                                 "onnxruntime" | "tensorrt" | "none": the bundle is checked, and makes no passes */
+  const char *engine_library; /* path of the engine's library: libonnxruntime, libnvinfer or libtensorrt_rtx;
+                                 NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
+  int32_t threads;            /* of onnxruntime; 0: all cores */
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options *options);
+
+/* Engine "tensorrt" is there if the library was compiled with TensorRT's headers. It runs on the first CUDA device
+ * ($CUDA_VISIBLE_DEVICES chooses), takes the engine of the bundle that was built for that device and for exactly the
+ * TensorRT that it loads, and says of every other one why not. A session then holds its buffers and its cache on the device.
+ * $DLM_CUDA_LIBRARY is the driver's library where that is not libcuda.so.1. */
 
 /* Opens the bundle in the folder `path`, checks it, and loads its engine. options may be NULL. On failure the sentence goes
  * to message (at most message_capacity bytes with its NUL; may be NULL). */

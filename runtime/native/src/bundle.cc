@@ -9,6 +9,7 @@
 #include <iterator>
 
 #include "error.h"
+#include "graph.h"
 #include "json.h"
 #include "policy.h"
 #include "sha256.h"
@@ -55,6 +56,13 @@ bool is_safe_name(const std::string& name) {
   return std::all_of(name.begin(), name.end(), [](unsigned char c) { return c > ' ' && c < 127 && c != '\\'; });
 }
 
+const std::string& read_hash(const json::Value& object, const char* key) {
+  const std::string& hash = object.string(key);
+  if (hash.size() != 64 || hash.find_first_not_of("0123456789abcdef") != std::string::npos)
+    object.at(key).refuse("expected 64 lower-case hexadecimal digits");
+  return hash;
+}
+
 void check_files(const json::Value& files, const std::string& folder, bool check_hashes) {
   for (const json::Value& entry : files.members()) {
     entry.refuse_unknown({"bytes", "sha256"});
@@ -64,9 +72,7 @@ void check_files(const json::Value& files, const std::string& folder, bool check
     if (found != expected)
       fail(DLM_BAD_BUNDLE, "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. Build or copy "
            "the bundle again.", path.c_str(), static_cast<long long>(found), static_cast<long long>(expected));
-    const std::string& hash = entry.string("sha256");
-    if (hash.size() != 64 || hash.find_first_not_of("0123456789abcdef") != std::string::npos)
-      entry.at("sha256").refuse("expected 64 lower-case hexadecimal digits");
+    const std::string& hash = read_hash(entry, "sha256");
     if (check_hashes && sha256_file_hex(path) != hash)
       fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. Build or copy the "
            "bundle again.", path.c_str());
@@ -77,6 +83,13 @@ void check_files(const json::Value& files, const std::string& folder, bool check
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
+}
+
+int32_t read_cache_type(const json::Value& graph) {
+  const std::string& name = graph.string("cache_dtype");
+  for (const auto& [known, type] : {std::pair{"float32", kFloat}, {"float16", kFloat16}, {"bfloat16", kBFloat16}})
+    if (name == known) return type;
+  graph.at("cache_dtype").refuse("expected \"float32\", \"float16\" or \"bfloat16\"");
 }
 
 Denoiser read_denoiser(const json::Value& root) {
@@ -104,11 +117,9 @@ Denoiser read_denoiser(const json::Value& root) {
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
   }
   const json::Value& graph = root.object("graph");
-  graph.refuse_unknown({"file", "opset", "top_k", "cache_dtype", "inputs", "outputs"});
+  graph.refuse_unknown({"file", "device_file", "opset", "top_k", "cache_dtype", "inputs", "outputs"});
   out.top_k = integer(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
-  const std::string& dtype = graph.string("cache_dtype");
-  if (dtype != "float32" && dtype != "float16") graph.at("cache_dtype").refuse("expected \"float32\" or \"float16\"");
-  out.kv_element_bytes = dtype == "float16" ? 2 : 4;
+  out.kv_element_bytes = static_cast<int32_t>(element_bytes(read_cache_type(graph)));
   // Nothing below is of use to the loop. It is checked all the same: other readers of a manifest that opened rely on it.
   integer(d, "hidden_size", 1, 1 << 24);
   integer(d, "heads", 1, 4096);
@@ -172,8 +183,86 @@ void check_origin(const json::Value& root) {
   const json::Value& producer = root.object("producer");
   producer.refuse_unknown({"name", "version"});
   producer.string("name"), producer.string("version");
-  root.string("family"), root.string("architecture"), root.string("target");
+  root.string("family"), root.string("architecture");
+  if (root.array("targets").empty()) root.at("targets").refuse("names no device: expected at least one target");
+  for (const json::Value& target : root.array("targets")) target.string();
   check_precision(root.object("precision"));
+}
+
+Profile read_profile(const json::Value& profile) {
+  profile.refuse_unknown({"tokens", "cached", "rows"});
+  const auto sizes = [&](const char* key) {
+    const std::vector<json::Value>& items = profile.array(key);
+    if (items.size() != 3) profile.at(key).refuse("expected three sizes: smallest, best, largest");
+    Sizes out{};
+    int32_t* const fields[] = {&out.smallest, &out.best, &out.largest};
+    int32_t low = 0;
+    for (size_t i = 0; i < 3; ++i) low = *fields[i] = static_cast<int32_t>(items[i].integer(low, 1 << 24));
+    return out;
+  };
+  return {sizes("tokens"), sizes("cached"), sizes("rows")};
+}
+
+// "10.14.1.48", or without the build number.
+bool is_version(const std::string& text) {
+  size_t numbers = 1;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const bool is_dot = text[i] == '.';
+    if (!is_dot && (text[i] < '0' || text[i] > '9')) return false;
+    if (is_dot && (i == 0 || i + 1 == text.size() || text[i + 1] == '.')) return false;
+    numbers += is_dot ? 1 : 0;
+  }
+  return !text.empty() && text.size() <= 40 && (numbers == 3 || numbers == 4);
+}
+
+// One of the bundle's engines. What its makers asked for and got (audit, device_bytes) is for people; it is checked too.
+EngineSpec read_engine(const json::Value& entry, const json::Value& root, const std::string& folder) {
+  const std::string& target = entry.key();
+  const bool is_name = !target.empty() && target.size() <= 64 &&
+                       target.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
+  if (!is_name) entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
+  const std::string again =
+      "build the engine again (dlm-export engine BUNDLE --target " + target + " --force)";
+  entry.refuse_unknown({"file", "builder", "version", "sm", "graph", "profiles", "audit", "device_bytes", "seal"});
+  const json::Value &graph = root.object("graph"), &files = root.object("files");
+  EngineSpec engine;
+  engine.target = target;
+  engine.path = folder + "/" + listed(files, entry.at("file"));
+  engine.builder = entry.string("builder");
+  if (engine.builder != "tensorrt" && engine.builder != "tensorrt_rtx")
+    entry.at("builder").refuse("expected \"tensorrt\" or \"tensorrt_rtx\"");
+  engine.version = entry.string("version");
+  if (!is_version(engine.version)) entry.at("version").refuse("expected a version such as \"10.14.1.48\"");
+  for (const json::Value& sm : entry.array("sm")) engine.sm.push_back(static_cast<int32_t>(sm.integer(50, 199)));
+  if (engine.sm.empty()) entry.at("sm").refuse("names no compute capability: expected at least one, such as 89 for 8.9");
+  const json::Value& profiles = entry.object("profiles");
+  profiles.refuse_unknown({"prefill", "block"});
+  engine.prefill = read_profile(profiles.object("prefill"));
+  engine.block = read_profile(profiles.object("block"));
+  const json::Value& audit = entry.object("audit");
+  audit.refuse_unknown({"method", "layers", "fallbacks"});
+  if (audit.string("method") != "network" && audit.string("method") != "inspector")
+    audit.at("method").refuse("expected \"network\" or \"inspector\"");
+  for (const json::Value& format : audit.object("layers").members()) format.string();
+  for (const json::Value& fallback : audit.object("fallbacks").members()) {
+    fallback.refuse_unknown({"asked", "held"});
+    fallback.string("asked"), fallback.string("held");
+  }
+  entry.integer("device_bytes", 0, int64_t{1} << 50);
+  const json::Value& built_from = entry.object("graph");
+  built_from.refuse_unknown({"judged", "device", "weights"});
+  const std::pair<const char*, std::string> origins[] = {{"judged", listed(files, graph.at("file"))},
+                                                         {"device", listed(files, graph.at("device_file"))},
+                                                         {"weights", graph.string("file") + ".data"}};
+  for (const auto& [key, file] : origins)
+    if (read_hash(built_from, key) != read_hash(files.object(file), "sha256"))
+      built_from.at(key).refuse("was built from another graph than this bundle's " + file + ": " + again);
+  const std::string text = entry.canonical("seal");
+  Sha256 hash;
+  hash.update(text.data(), text.size());
+  if (read_hash(entry, "seal") != hash.hex())
+    fail(DLM_BAD_BUNDLE, "engines.%s was edited after it was written: %s", target.c_str(), again.c_str());
+  return engine;
 }
 
 dlm_policy read_preset(const json::Value& preset) {
@@ -225,7 +314,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
     fail(DLM_BAD_BUNDLE, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
   root->refuse_unknown({"schema_version", "producer", "family", "architecture", "denoiser", "tokens", "graph", "precision",
-                        "target", "presets", "default_preset", "tokenizer", "chat_template", "files"});
+                        "targets", "presets", "default_preset", "tokenizer", "chat_template", "engines", "files"});
   Manifest manifest;
   manifest.text = text;
   check_origin(*root);
@@ -242,9 +331,13 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
     for (const json::Value& token : chat->object("special_tokens").members()) token.string();
   }
   const Denoiser& d = manifest.denoiser;
-  manifest.graph = {folder + "/" + listed(files, root->object("graph").at("file")),
-                    d.vocab_size, d.layers, d.kv_heads, d.head_size, d.top_k, d.kv_element_bytes == 2,
+  const json::Value& graph = root->object("graph");
+  manifest.graph = {folder + "/" + listed(files, graph.at("file")), d.vocab_size, d.top_k, d.cache(), read_cache_type(graph),
                     root->object("precision").boolean("simulated")};
+  if (graph.find("device_file") != nullptr) listed(files, graph.at("device_file"));
+  if (root->find("engines") != nullptr)
+    for (const json::Value& entry : root->object("engines").members())
+      manifest.engines.push_back(read_engine(entry, *root, folder));
   check_files(files, folder, check_hashes);
   return manifest;
 }

@@ -17,6 +17,7 @@ struct Manifest {
   std::string text;  // of manifest.json
   Denoiser denoiser;
   GraphSpec graph;
+  std::vector<EngineSpec> engines;  // in the manifest's order
   std::string default_preset;
   std::vector<std::pair<std::string, dlm_policy>> presets;  // strings are static
 };

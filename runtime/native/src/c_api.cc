@@ -1,4 +1,5 @@
 // The C ABI over the core: argument checks, handles, and the wall that no exception crosses.
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -21,9 +22,10 @@ struct dlm_bundle {
 };
 
 struct dlm_session {
-  explicit dlm_session(dlm_bundle& opened) : bundle(opened) {}
+  explicit dlm_session(dlm_bundle& opened) : bundle(opened), context(opened.engine->open_context()) {}
 
   dlm_bundle& bundle;
+  std::unique_ptr<dlm::Context> context;
   dlm::Buffers buffers;
   std::optional<dlm::Request> request;
   std::string last_error;
@@ -112,6 +114,14 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
   return canvas;
 }
 
+std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& name, const std::string& library,
+                                         int threads) {
+  if (name == "none") return dlm::make_none(manifest.denoiser.cache());
+  if (name == "tensorrt" || (name == "auto" && !manifest.engines.empty()))
+    return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
+  return dlm::open_onnxruntime(manifest.graph, library, threads);
+}
+
 void start(dlm_session& session, const dlm_generate_options* options, const int32_t* tokens, size_t count) {
   session.request.reset();
   require(options, "options");
@@ -125,12 +135,18 @@ void start(dlm_session& session, const dlm_generate_options* options, const int3
   if (options->steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", options->steps);
   session.request.emplace(manifest.denoiser, policy,
                           check_canvas(manifest.denoiser, tokens, count, options->max_new_tokens), options->steps);
+  try {
+    session.request->check_limits(*session.bundle.engine);
+  } catch (...) {
+    session.request.reset();
+    throw;
+  }
 }
 
 void step(dlm_session& session) {
   if (!session.request) dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
   try {
-    session.request->step(*session.bundle.engine, session.buffers);
+    session.request->step(*session.context, session.buffers);
   } catch (...) {
     session.request.reset();
     throw;
@@ -190,7 +206,7 @@ void dlm_open_options_init(dlm_open_options* options) {
   if (options == nullptr) return;
   *options = {};
   options->struct_size = sizeof *options;
-  options->engine = "onnxruntime";
+  options->engine = "auto";
   options->check_hashes = 1;
 }
 
@@ -213,14 +229,15 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
       check_struct(*options, "dlm_open_options");
       chosen = *options;
     }
-    if (chosen.engine == nullptr || std::strcmp(chosen.engine, "onnxruntime") != 0)
-      dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: onnxruntime", chosen.engine == nullptr ? "" : chosen.engine);
+    const std::string engine = chosen.engine == nullptr ? "" : chosen.engine;
+    if (engine != "auto" && engine != "onnxruntime" && engine != "tensorrt" && engine != "none")
+      dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: auto, onnxruntime, tensorrt, none", engine.c_str());
     if (chosen.threads < 0 || chosen.threads > 4096)
       dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", chosen.threads);
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0);
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
-    opened->engine = dlm::open_onnxruntime(opened->manifest.graph, library, chosen.threads);
+    opened->engine = open_engine(opened->manifest, engine, library, chosen.threads);
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });
@@ -236,7 +253,7 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
     check_struct(*denoiser, "dlm_denoiser");
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest.denoiser = dlm::check_denoiser(*denoiser);
-    opened->engine = dlm::make_callback(run, user);
+    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache());
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });
@@ -363,24 +380,28 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
     if (row_count == 0 || row_count > count || capacity / width < row_count)
       dlm::fail(DLM_INVALID_ARGUMENT, "row_count = %zu must be in 1..%zu with a capacity of %zu floats a row", row_count, count,
                 width);
+    for (size_t i = 0; i < row_count; ++i)
+      if (rows[i] < 0 || static_cast<size_t>(rows[i]) >= count)
+        dlm::fail(DLM_INVALID_ARGUMENT, "row %d is outside the canvas (0..%zu)", rows[i], count - 1);
+    const dlm::Engine& engine = *session->bundle.engine;
+    const auto length = static_cast<int32_t>(count);
+    const auto most = static_cast<size_t>(engine.max_rows(length, 0));
+    if (most == 0)
+      dlm::fail(DLM_INVALID_ARGUMENT, "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer tokens, or "
+                "build the engine again with a larger --canvas", length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;
-    dlm_pass pass = dlm::prepare_pass(canvas, 0, static_cast<int32_t>(count), buffers);
-    buffers.score_rows.assign(rows, rows + row_count);
-    for (const int64_t row : buffers.score_rows)
-      if (row < 0 || row >= static_cast<int64_t>(count))
-        dlm::fail(DLM_INVALID_ARGUMENT, "row %lld is outside the canvas (0..%zu)", static_cast<long long>(row), count - 1);
-    buffers.top_tokens.resize(row_count * static_cast<size_t>(denoiser.top_k));
-    buffers.top_probs.resize(buffers.top_tokens.size());
-    buffers.past_keys.assign(static_cast<size_t>(denoiser.layers), nullptr);
-    buffers.past_values.assign(static_cast<size_t>(denoiser.layers), nullptr);
-    pass.rows = static_cast<int32_t>(row_count);
-    pass.layers = denoiser.layers;
-    pass.score_rows = buffers.score_rows.data();
-    pass.top_tokens = buffers.top_tokens.data();
-    pass.top_probs = buffers.top_probs.data();
-    pass.past_keys = buffers.past_keys.data();
-    pass.past_values = buffers.past_values.data();
-    pass.logits = logits;
-    session->bundle.engine->run(pass);
+    dlm_pass pass = dlm::prepare_pass(canvas, 0, length, buffers);
+    for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {
+      pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
+      const size_t last = first + static_cast<size_t>(pass.rows);
+      buffers.score_rows.assign(rows + first, rows + last);
+      buffers.top_tokens.resize((last - first) * static_cast<size_t>(denoiser.top_k));
+      buffers.top_probs.resize(buffers.top_tokens.size());
+      pass.score_rows = buffers.score_rows.data();
+      pass.top_tokens = buffers.top_tokens.data();
+      pass.top_probs = buffers.top_probs.data();
+      pass.logits = logits + first * width;
+      session->context->run(pass, dlm::CacheUse::none);
+    }
   });
 }

@@ -1,37 +1,117 @@
 // The seam between the loop and whatever runs the denoiser.
 //
-// An engine runs one pass: it reads dlm_pass's inputs and fills its outputs (see dlm_runtime.h for shapes). The loop owns
-// every buffer, keys and values included, so an engine holds weights and nothing of a request. run() is called from one
-// thread a session and from several sessions at once.
+// An Engine holds the weights and is shared by threads. Each session opens a Context on it, which owns the session's buffers
+// and its cache of keys and values, wherever the engine wants them: the loop says what a pass shall do with the cache and
+// never sees the bytes.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "dlm_runtime.h"
 
 namespace dlm {
 
+// One layer's keys (or values) are [kv_heads, rows, head_size].
+struct CacheShape {
+  int32_t layers, kv_heads, head_size, element_bytes;
+
+  size_t row_bytes() const { return static_cast<size_t>(head_size) * static_cast<size_t>(element_bytes); }
+  size_t layer_bytes(int32_t rows) const {
+    return static_cast<size_t>(kv_heads) * static_cast<size_t>(rows) * row_bytes();
+  }
+};
+
+// What a pass does with the cache of its context.
+enum class CacheUse {
+  none,   // nothing: S is 0, and the T new rows are of no use
+  write,  // S is 0; the T new rows are kept for keep_outside
+  read    // over the S rows that keep_outside kept
+};
+
+class Context {
+ public:
+  virtual ~Context() = default;
+
+  // Runs one pass. The caller sets everything of the pass but `layers` and the keys and values, which are the context's.
+  // Throws Error(DLM_ENGINE_FAILED) or whatever else ends the request.
+  virtual void run(const dlm_pass& pass, CacheUse use) = 0;
+
+  // Makes the rows outside [first, last) of the last pass what reading passes see. That pass has written `length` rows.
+  virtual void keep_outside(int32_t first, int32_t last, int32_t length) = 0;
+};
+
 class Engine {
  public:
   virtual ~Engine() = default;
-  // Runs the pass or throws Error(DLM_ENGINE_FAILED).
-  virtual void run(const dlm_pass& pass) = 0;
+
+  // A context of this engine, which must outlive it; one thread at a time uses it.
+  virtual std::unique_ptr<Context> open_context() = 0;
+
   // One line for people: name, version, provider.
   virtual std::string description() const = 0;
+
+  // How many rows a pass of T tokens over S cached ones may score; 0: the engine takes no such pass.
+  virtual int32_t max_rows(int32_t tokens, int32_t cached) const;
+
+  // The sizes behind max_rows, for people; "" where there is no limit.
+  virtual std::string limits() const;
 };
 
-// What the ONNX Runtime engine must know of a bundle's graph; the manifest says it.
+// An engine whose passes read and write host memory. Its contexts keep the cache there and point dlm_pass at it.
+class HostEngine : public Engine {
+ public:
+  explicit HostEngine(const CacheShape& cache) : cache_(cache) {}
+
+  std::unique_ptr<Context> open_context() final;
+
+  // Runs a pass with all of dlm_pass set; called from one thread a context and from several contexts at once.
+  virtual void run(const dlm_pass& pass) = 0;
+
+ private:
+  const CacheShape cache_;
+};
+
+// What an engine must know of a bundle's graph; the manifest says it.
 struct GraphSpec {
   std::string path;  // of denoiser.onnx
-  int32_t vocab_size, layers, kv_heads, head_size, top_k;
-  bool half_cache;  // keys and values are fp16, else fp32
-  bool simulated;   // quantised values are computed on in floating point, as the graph is written
+  int32_t vocab_size, top_k;
+  CacheShape cache;
+  int32_t cache_type;  // ElementType of graph.h
+  bool simulated;      // quantised values are computed on in floating point, as the graph is written
+};
+
+// The smallest, the best and the largest of a size, as an engine's profile has them.
+struct Sizes {
+  int32_t smallest, best, largest;
+};
+
+// The passes that one profile of a TensorRT engine takes.
+struct Profile {
+  Sizes tokens, cached, rows;
+};
+
+// One of a bundle's TensorRT engines; the manifest says it.
+struct EngineSpec {
+  std::string target, path, builder, version;  // builder: "tensorrt" or "tensorrt_rtx"
+  std::vector<int32_t> sm;                     // compute capabilities that it runs on, 89 = 8.9
+  Profile prefill, block;                      // profiles 0 and 1
 };
 
 // Loads libonnxruntime (library, or the places that dlm_open_options names) and the graph; threads = 0: all cores.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library, int threads);
 
-std::unique_ptr<Engine> make_callback(dlm_pass_fn run, void* user);
+// Loads TensorRT (library, or the places that dlm_open_options names) and the one of the bundle's engines that fits it and
+// the device. Throws Error(DLM_ENGINE_MISSING) without library or driver, Error(DLM_UNSUPPORTED) if none fits.
+std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
+                                      const std::string& library);
+
+std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const CacheShape& cache);
+
+// For bundles that are opened to be looked at: every pass is refused with Error(DLM_UNSUPPORTED).
+std::unique_ptr<Engine> make_none(const CacheShape& cache);
 
 }  // namespace dlm

@@ -5,9 +5,10 @@
 namespace dlm {
 namespace {
 
-class Callback final : public Engine {
+class Callback final : public HostEngine {
  public:
-  Callback(dlm_pass_fn function, void* user) : function_(function), user_(user) {}
+  Callback(dlm_pass_fn function, void* user, const CacheShape& cache)
+      : HostEngine(cache), function_(function), user_(user) {}
 
   void run(const dlm_pass& pass) override {
     const dlm_status status = function_(user_, &pass);
@@ -24,9 +25,9 @@ class Callback final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<Engine> make_callback(dlm_pass_fn run, void* user) {
+std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const CacheShape& cache) {
   if (run == nullptr) fail(DLM_INVALID_ARGUMENT, "the pass callback is NULL");
-  return std::make_unique<Callback>(run, user);
+  return std::make_unique<Callback>(run, user, cache);
 }
 
 }  // namespace dlm

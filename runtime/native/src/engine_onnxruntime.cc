@@ -6,17 +6,15 @@
 // to write anything else.
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstdlib>
-#include <iterator>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "engine.h"
 #include "error.h"
-#include "json.h"
+#include "graph.h"
+#include "library.h"
 #include "ort_api.h"
 
 namespace dlm {
@@ -25,15 +23,6 @@ namespace {
 constexpr char kAdvice[] =
     "Install it with pip (onnxruntime) or from the system (Debian: libonnxruntime), or set DLM_ONNXRUNTIME to its path.";
 
-// A foreign message as one line of UTF-8 of bearable length; it may quote names out of a hostile graph.
-std::string one_line(std::string text) {
-  if (text.size() > 600) text.replace(600, std::string::npos, "...");
-  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, ' ');
-  if (!json::is_utf8(text)) std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c > 0x7F; }, '?');
-  while (!text.empty() && text.back() == ' ') text.pop_back();
-  return text;
-}
-
 // ---- The library ----
 
 struct Library {
@@ -41,41 +30,16 @@ struct Library {
   std::string version;
 };
 
-// Returns the handle, or NULL and dlerror's reason. RTLD_NODELETE: the library is never unloaded. It has threads,
-// thread-local objects and process-wide state that are not made for it, and opening the next bundle is quicker.
-void* try_library(const std::string& name, std::string* reason) {
-  void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  const char* const message = handle == nullptr ? dlerror() : nullptr;
-  *reason = message != nullptr ? one_line(message) : "";
-  return handle;
-}
-
-void* find_library(const std::string& given, std::string* name) {
-  const char* const variable = std::getenv("DLM_ONNXRUNTIME");
-  std::string reason;
-  if (!given.empty() || (variable != nullptr && *variable != '\0')) {
-    // A library that was asked for by name is not replaced by another one in silence.
-    *name = !given.empty() ? given : variable;
-    if (void* const handle = try_library(*name, &reason)) return handle;
-    const std::string origin = !given.empty() ? "the given path" : "$DLM_ONNXRUNTIME";
-    throw Error(DLM_ENGINE_MISSING, "cannot load ONNX Runtime from " + origin + ": " + reason + ". " + kAdvice);
-  }
+LibrarySearch where_to_look() {
   // The name that the project gives it, the development link, then Debian's names, which carry the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (int minor = 40; minor >= 20; --minor) names.push_back("libonnxruntime.so.1." + std::to_string(minor));
-  std::string first_reason;
-  for (const std::string& candidate : names) {
-    *name = candidate;
-    if (void* const handle = try_library(candidate, &reason)) return handle;
-    if (first_reason.empty()) first_reason = reason;
-  }
-  throw Error(DLM_ENGINE_MISSING, "cannot find ONNX Runtime: tried " + names[0] + ", " + names[1] + " and " + names[2] +
-                                 " down to " + names.back() + " (" + first_reason + "). " + kAdvice);
+  return {"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice};
 }
 
 Library load_library(const std::string& given) {
   std::string name;
-  void* const handle = find_library(given, &name);
+  void* const handle = open_library(where_to_look(), given, &name);
   const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
   if (get_base == nullptr) throw Error(DLM_ENGINE_MISSING, name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
@@ -130,34 +94,7 @@ class Owned {
   Object* object_ = nullptr;
 };
 
-// ---- The graph's inputs and outputs ----
-
-// Sizes that change from pass to pass stand in a Port's dims as these; the others are numbers.
-enum Extent : int64_t { kT = -1, kS = -2, kR = -3 };
-
-using Dims = std::vector<int64_t>;
-
-struct Port {
-  std::string name;
-  int type;
-  Dims dims;
-  bool is_optional = false;
-  bool is_there = false;
-};
-
-std::string type_text(int type, const Dims& dims) {
-  static constexpr const char* kNames[] = {"undefined", "float", "uint8",   "int8",   "uint16", "int16",
-                                           "int32",     "int64", "string",  "bool",   "float16", "double",
-                                           "uint32",    "uint64"};
-  const bool is_known = type >= 0 && static_cast<size_t>(type) < std::size(kNames);
-  std::string text = is_known ? kNames[type] : "type " + std::to_string(type);
-  for (size_t i = 0; i < dims.size() && i < 8; ++i) {
-    text += (i == 0 ? " [" : ", ") + (dims[i] < 0 ? "any" : std::to_string(dims[i]));
-  }
-  return text + (dims.size() > 8 ? ", ...]" : dims.empty() ? " []" : "]");
-}
-
-size_t element_bytes(int type) { return type == ort::kInt64 ? 8 : type == ort::kFloat16 ? 2 : 4; }
+// ---- Passes ----
 
 // The values of one call. They are kept from pass to pass, so that a pass allocates nothing here.
 struct Scratch {
@@ -165,19 +102,24 @@ struct Scratch {
   std::vector<const char*> output_names;
 };
 
-class OnnxRuntime final : public Engine {
+class OnnxRuntime final : public HostEngine {
  public:
   OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads)
-      : graph_(graph), library_(load_library(library)), env_(api()), memory_(api()), session_(api()) {
+      : HostEngine(graph.cache),
+        graph_(graph),
+        library_(load_library(library)),
+        env_(api()),
+        memory_(api()),
+        session_(api()),
+        ports_(list_ports(graph)) {
     check(api(), api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()), "starting ONNX Runtime");
     check(api(), api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault, memory_.out()),
           "starting ONNX Runtime");
     open_session(threads);
-    list_ports();
-    verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>("input", inputs_);
+    verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>("input", ports_.inputs);
     verify_ports<ort::SessionGetOutputCount, ort::SessionGetOutputName, ort::SessionGetOutputTypeInfo>("output",
-                                                                                                        outputs_);
-    for (const Port& port : inputs_) input_names_.push_back(port.name.c_str());
+                                                                                                        ports_.outputs);
+    for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
   }
 
   std::string description() const override { return "onnxruntime " + library_.version + " (CPU)"; }
@@ -185,13 +127,13 @@ class OnnxRuntime final : public Engine {
   void run(const dlm_pass& pass) override {
     check_pass(pass);
     Lease lease(*this);
-    const auto read = [&](size_t port, const void* data) { lease.add_input(pass, inputs_[port], data); };
-    const auto write = [&](size_t port, void* data) { lease.add_output(pass, outputs_[port], data); };
+    const auto read = [&](size_t port, const void* data) { lease.add_input(pass, ports_.inputs[port], data); };
+    const auto write = [&](size_t port, void* data) { lease.add_output(pass, ports_.outputs[port], data); };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy), write(3, pass.logits);
     for (size_t i = 0; i < layers(); ++i) {
-      read(kFirstPast + 2 * i, pass.past_keys != nullptr ? pass.past_keys[i] : nullptr);
-      read(kFirstPast + 2 * i + 1, pass.past_values != nullptr ? pass.past_values[i] : nullptr);
+      read(kFirstPast + 2 * i, pass.past_keys[i]);
+      read(kFirstPast + 2 * i + 1, pass.past_values[i]);
       write(kFirstPresent + 2 * i, pass.present_keys != nullptr ? pass.present_keys[i] : nullptr);
       write(kFirstPresent + 2 * i + 1, pass.present_values != nullptr ? pass.present_values[i] : nullptr);
     }
@@ -200,12 +142,10 @@ class OnnxRuntime final : public Engine {
         session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(), scratch.inputs.data(),
         scratch.inputs.size(), scratch.output_names.data(), scratch.outputs.size(), scratch.outputs.data());
     check(api(), reported, "a pass of the denoiser failed");
-    check_finite(pass);
+    check_finite(pass.top_probs, static_cast<size_t>(pass.rows) * static_cast<size_t>(graph_.top_k));
   }
 
  private:
-  static constexpr size_t kFirstPast = 3, kFirstPresent = 4;  // in inputs_ and outputs_
-
   // A Scratch for the length of one call; sessions on several threads each get their own.
   class Lease {
    public:
@@ -219,9 +159,9 @@ class OnnxRuntime final : public Engine {
         scratch = std::move(engine_.idle_.back());
         engine_.idle_.pop_back();
       }
-      scratch->inputs.reserve(engine_.inputs_.size());
-      scratch->outputs.reserve(engine_.outputs_.size());
-      scratch->output_names.reserve(engine_.outputs_.size());
+      scratch->inputs.reserve(engine_.ports_.inputs.size());
+      scratch->outputs.reserve(engine_.ports_.outputs.size());
+      scratch->output_names.reserve(engine_.ports_.outputs.size());
     }
     ~Lease() {
       for (OrtValue* const value : scratch->inputs) engine_.api().call<ort::ReleaseValue>(value);
@@ -252,7 +192,7 @@ class OnnxRuntime final : public Engine {
   };
 
   const ort::Api& api() const { return library_.api; }
-  size_t layers() const { return static_cast<size_t>(graph_.layers); }
+  size_t layers() const { return static_cast<size_t>(graph_.cache.layers); }
 
   void open_session(int threads) {
     Owned<OrtSessionOptions, ort::ReleaseSessionOptions> options(api());
@@ -280,25 +220,6 @@ class OnnxRuntime final : public Engine {
     check(api(), reported, graph_.path + ": onnxruntime " + library_.version, load_failure(api(), reported));
   }
 
-  void list_ports() {
-    const int64_t kv_heads = graph_.kv_heads, head_size = graph_.head_size, top_k = graph_.top_k;
-    const int cache = graph_.half_cache ? ort::kFloat16 : ort::kFloat;
-    inputs_ = {{"input_ids", ort::kInt64, {1, kT}},
-               {"position_ids", ort::kInt64, {1, kT}},
-               {"score_rows", ort::kInt64, {1, kR}}};
-    outputs_ = {{"top_token", ort::kInt32, {1, kR, top_k}},
-                {"top_prob", ort::kFloat, {1, kR, top_k}},
-                {"entropy", ort::kFloat, {1, kR}, true},
-                {"logits", ort::kFloat, {1, kR, graph_.vocab_size}}};
-    for (size_t i = 0; i < layers(); ++i) {
-      for (const char* const what : {"key.", "value."}) {
-        const std::string name = what + std::to_string(i);
-        inputs_.push_back({"past_" + name, cache, {1, kv_heads, kS, head_size}});
-        outputs_.push_back({"present_" + name, cache, {1, kv_heads, kT, head_size}});
-      }
-    }
-  }
-
   // Refuses a graph without one of the ports, with another type or shape, or with an input that nobody would feed.
   // Outputs that this runtime does not know are never asked for.
   template <class GetCount, class GetName, class GetTypeInfo>
@@ -313,48 +234,37 @@ class OnnxRuntime final : public Engine {
       ask(api().call<GetName>(session_.get(), i, allocator, &text));
       const std::string name = text;
       ask(api().call<ort::AllocatorFree>(allocator, static_cast<void*>(text)));
-      const auto port = std::find_if(ports.begin(), ports.end(), [&](const Port& p) { return p.name == name; });
-      if (port == ports.end() && &ports == &outputs_) continue;
-      if (port == ports.end()) refuse(kind, name, "is not known to this runtime; the graph was written for a newer one?");
+      Port* const port = find_port(ports, name);
+      if (port == nullptr && &ports == &ports_.outputs) continue;
+      if (port == nullptr) {
+        refuse_port(graph_.path, kind, name, "is not known to this runtime; the graph was written for a newer one?");
+      }
       Owned<OrtTypeInfo, ort::ReleaseTypeInfo> info(api());
       ask(api().call<GetTypeInfo>(session_.get(), i, info.out()));
       verify_port(kind, *port, info.get());
-      port->is_there = true;
     }
-    for (const Port& port : ports) {
-      if (!port.is_there && !port.is_optional) refuse(kind, port.name, "is missing");
-    }
+    check_complete(graph_.path, kind, ports);
   }
 
-  void verify_port(const char* kind, const Port& port, const OrtTypeInfo* info) const {
+  void verify_port(const char* kind, Port& port, const OrtTypeInfo* info) const {
     const auto ask = [&](OrtStatus* reported) { check(api(), reported, graph_.path, DLM_BAD_BUNDLE); };
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     int type = 0;
     size_t rank = 0;
     ask(api().call<ort::CastTypeInfoToTensorInfo>(info, &tensor));
-    if (tensor == nullptr) refuse(kind, port.name, "is not a tensor");
+    if (tensor == nullptr) refuse_port(graph_.path, kind, port.name, "is not a tensor");
     ask(api().call<ort::GetTensorElementType>(tensor, &type));
     ask(api().call<ort::GetDimensionsCount>(tensor, &rank));
     Dims dims(rank);
     ask(api().call<ort::GetDimensions>(tensor, dims.data(), rank));
-    // What changes from pass to pass must be left open in the graph; a number may be left open too, as runs check it.
-    const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
-    if (type == port.type && std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits)) return;
-    const std::string wanted = type_text(port.type, port.dims);
-    refuse(kind, port.name, "is " + type_text(type, dims) + ", but the manifest makes it " + wanted);
-  }
-
-  [[noreturn]] void refuse(const char* kind, const std::string& name, const std::string& reason) const {
-    throw Error(DLM_BAD_BUNDLE, graph_.path + ": the " + kind + " " + json::quoted(name) + " " + reason);
+    note_port(graph_.path, kind, port, type, dims);
   }
 
   // A tensor over data, of the port's shape in this pass.
   OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data) const {
-    std::array<int64_t, 4> shape{};
+    const auto shape = port.shape(pass.tokens, pass.cached, pass.rows);
     size_t bytes = element_bytes(port.type);
     for (size_t i = 0; i < port.dims.size(); ++i) {
-      const int64_t dim = port.dims[i];
-      shape[i] = dim == kT ? pass.tokens : dim == kS ? pass.cached : dim == kR ? pass.rows : dim;
       if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
         fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
       }
@@ -367,29 +277,13 @@ class OnnxRuntime final : public Engine {
     return value;
   }
 
-  // No rows to score is refused too: ONNX Runtime before 1.31 then divides by zero in a kernel, which ends the process.
-  void check_pass(const dlm_pass& pass) const {
-    if (pass.tokens < 1 || pass.cached < 0 || pass.rows < 1 || (graph_.layers > 0 && pass.layers != graph_.layers)) {
-      fail(DLM_INTERNAL, "a pass of %d tokens, %d cached, %d rows and %d layers", pass.tokens, pass.cached, pass.rows,
-           pass.layers);
-    }
-  }
-
-  // NaN anywhere in the denoiser ends up here, and would choose tokens that mean nothing.
-  void check_finite(const dlm_pass& pass) const {
-    if (pass.top_probs == nullptr) return;
-    const size_t count = static_cast<size_t>(pass.rows) * static_cast<size_t>(graph_.top_k);
-    if (std::all_of(pass.top_probs, pass.top_probs + count, [](float p) { return std::isfinite(p); })) return;
-    fail(DLM_ENGINE_FAILED, "the denoiser's probabilities are not finite: NaN weights, or overflow at this precision");
-  }
-
   // Destroyed from the last to the first: session, memory, environment.
   const GraphSpec graph_;
   const Library library_;
   Owned<OrtEnv, ort::ReleaseEnv> env_;
   Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_;
   Owned<OrtSession, ort::ReleaseSession> session_;
-  std::vector<Port> inputs_, outputs_;
+  Ports ports_;
   std::vector<const char*> input_names_;
   std::mutex mutex_;  // of the two below
   std::vector<std::unique_ptr<Scratch>> idle_;

@@ -355,6 +355,56 @@ const Value& Value::object(std::string_view key) const {
   return member;
 }
 
+std::string Value::canonical(std::string_view without) const {
+  std::string out;
+  append_canonical(out, without);
+  return out;
+}
+
+void Value::append_canonical(std::string& out, std::string_view without) const {
+  const auto append_text = [&](const std::string& text) {
+    out += '"';
+    for (const char c : text) {
+      if (c < ' ' || c > '~') refuse("may hold printable ASCII only, found " + quoted(text));
+      if (c == '"' || c == '\\') out += '\\';
+      out += c;
+    }
+    out += '"';
+  };
+  const auto separate = [&](char open) {
+    if (out.back() != open) out += ',';
+  };
+  switch (kind_) {
+    case Kind::null: out += "null"; break;
+    case Kind::boolean: out += truth_ ? "true" : "false"; break;
+    case Kind::number: out += std::to_string(integer(INT64_MIN, INT64_MAX)); break;
+    case Kind::string: append_text(text_); break;
+    case Kind::array:
+      out += '[';
+      for (const Value& item : items_) {
+        separate('[');
+        item.append_canonical(out, {});
+      }
+      out += ']';
+      break;
+    case Kind::object: {
+      std::vector<const Value*> sorted;
+      for (const Value& item : items_)
+        if (without.empty() || item.key_ != without) sorted.push_back(&item);
+      std::sort(sorted.begin(), sorted.end(), [](const Value* a, const Value* b) { return a->key_ < b->key_; });
+      out += '{';
+      for (const Value* const item : sorted) {
+        separate('{');
+        append_text(item->key_);
+        out += ':';
+        item->append_canonical(out, {});
+      }
+      out += '}';
+      break;
+    }
+  }
+}
+
 void Value::refuse_unknown(std::initializer_list<std::string_view> known) const {
   for (const Value& member : members()) {
     if (std::find(known.begin(), known.end(), member.key_) != known.end()) continue;

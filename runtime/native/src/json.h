@@ -68,11 +68,17 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
+  // The value as the one text that means it: keys sorted, no white space, integers in decimal; `without` names a member that
+  // is left out. Refuses fractions, and text with other characters than printable ASCII. Python writes the same with
+  // json.dumps(value, sort_keys=True, separators=(",", ":")).
+  std::string canonical(std::string_view without = {}) const;
+
   // Refuses the first member whose key is not among known: a reader that skipped it would do something else than meant.
   void refuse_unknown(std::initializer_list<std::string_view> known) const;
 
  private:
   friend class Reader;
+  void append_canonical(std::string& out, std::string_view without) const;
   std::string found() const;
   [[noreturn]] void expected(const std::string& what) const;
 

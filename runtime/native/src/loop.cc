@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 
 #include "error.h"
 #include "random.h"
@@ -22,40 +21,6 @@ class Stopwatch {
   double& seconds_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
-
-// Bytes of one layer's keys (or values) over `rows` positions.
-size_t layer_bytes(const Denoiser& d, int32_t rows) {
-  return static_cast<size_t>(d.kv_heads) * static_cast<size_t>(rows) * static_cast<size_t>(d.head_size) *
-         static_cast<size_t>(d.kv_element_bytes);
-}
-
-// Cuts one allocation into keys and values of every layer.
-template <typename Pointer>
-void lay_out(std::vector<std::byte>& storage, size_t bytes, int32_t layers, std::vector<Pointer>& keys,
-             std::vector<Pointer>& values) {
-  const auto count = static_cast<size_t>(layers);
-  if (storage.size() < 2 * count * bytes) storage.resize(2 * count * bytes);
-  keys.resize(count);
-  values.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    keys[i] = storage.data() + 2 * i * bytes;
-    values[i] = storage.data() + (2 * i + 1) * bytes;
-  }
-}
-
-// Copies the rows outside [first, last) of `present` [kv_heads, length, head_size] into `past`, which they fill.
-void copy_outside(const Denoiser& d, int32_t length, int32_t first, int32_t last, const void* present, void* past) {
-  const size_t row = static_cast<size_t>(d.head_size) * static_cast<size_t>(d.kv_element_bytes);
-  const size_t before = static_cast<size_t>(first) * row, behind = static_cast<size_t>(length - last) * row;
-  const auto* from = static_cast<const std::byte*>(present);
-  auto* to = static_cast<std::byte*>(past);
-  for (int32_t head = 0; head < d.kv_heads; ++head) {
-    std::memcpy(to, from, before);
-    std::memcpy(to + before, from + static_cast<size_t>(last) * row, behind);
-    to += before + behind;
-    from += static_cast<size_t>(length) * row;
-  }
-}
 
 }  // namespace
 
@@ -100,14 +65,32 @@ Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int
   score_.assign(canvas_.size(), 0.0f);
 }
 
-Request::Range Request::range(bool is_full) const {
-  const Block& block = blocks_[block_];
+Request::Range Request::range(const Block& block, bool is_full) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   if (is_full) return {0, length};
   return {block.start, policy_.cache == Cache::prefix ? length : block.end};
 }
 
-void Request::step(Engine& engine, Buffers& buffers) {
+void Request::check_limits(const Engine& engine) const {
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const auto check = [&](int32_t tokens, int32_t rows, const char* advice) {
+    const int32_t most = engine.max_rows(tokens, length - tokens);
+    if (rows <= most) return;
+    fail(DLM_INVALID_ARGUMENT,
+         "this request needs a pass of %d tokens over %d cached ones that scores %d rows, but the engine takes %s: %s, or build "
+         "the engine again with a larger --canvas or --block",
+         tokens, length - tokens, rows, engine.limits().c_str(), advice);
+  };
+  for (const Block& block : blocks_) {
+    check(length, block.masked, "choose a shorter canvas or a smaller block_length");
+    if (policy_.cache == Cache::none || block.masked < 2) continue;  // a block of one is done after its full pass
+    const Range rest = range(block, false);
+    check(rest.last - rest.first, block.masked - 1,
+          policy_.cache == Cache::prefix ? "choose cache = \"dual\"" : "choose a smaller block_length");
+  }
+}
+
+void Request::step(Context& context, Buffers& buffers) {
   if (done()) return;
   const Stopwatch total(stats_.total_s);
   const Block& block = blocks_[block_];
@@ -115,7 +98,7 @@ void Request::step(Engine& engine, Buffers& buffers) {
   for (int32_t i = block.start; i < block.end; ++i)
     if (canvas_[static_cast<size_t>(i)] == denoiser_.mask_token_id) positions_.push_back(i);
   const bool is_full = block_step_ == 0 || policy_.cache == Cache::none;
-  run_pass(engine, buffers, range(is_full), is_full);
+  run_pass(context, buffers, range(block, is_full), is_full);
   score(buffers, is_full);
   commit(buffers);
   ++block_step_;
@@ -124,12 +107,11 @@ void Request::step(Engine& engine, Buffers& buffers) {
   if (committed_ == static_cast<int32_t>(positions_.size())) finish_block();
 }
 
-void Request::run_pass(Engine& engine, Buffers& buffers, Range range, bool is_full) {
+void Request::run_pass(Context& context, Buffers& buffers, Range range, bool is_full) {
   const auto length = static_cast<int32_t>(canvas_.size());
   dlm_pass pass = prepare_pass(canvas_, range.first, range.last, buffers);
   pass.cached = length - pass.tokens;
   pass.rows = static_cast<int32_t>(positions_.size());
-  pass.layers = denoiser_.layers;
   buffers.score_rows.resize(positions_.size());
   for (size_t i = 0; i < positions_.size(); ++i)
     buffers.score_rows[i] = std::max(positions_[i] - denoiser_.shift, 0) - range.first;
@@ -141,38 +123,23 @@ void Request::run_pass(Engine& engine, Buffers& buffers, Range range, bool is_fu
   pass.top_tokens = buffers.top_tokens.data();
   pass.top_probs = buffers.top_probs.data();
   pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
-  const size_t full_bytes = layer_bytes(denoiser_, length), past_bytes = layer_bytes(denoiser_, pass.cached);
-  if (is_full && policy_.cache != Cache::none) {
-    lay_out(buffers.present, full_bytes, denoiser_.layers, buffers.present_keys, buffers.present_values);
-    pass.present_keys = buffers.present_keys.data();
-    pass.present_values = buffers.present_values.data();
-    past_is_current_ = false;
-  } else if (!is_full) {
-    if (!past_is_current_ && pass.cached > 0) {
-      lay_out(buffers.past, past_bytes, denoiser_.layers, buffers.past_keys, buffers.past_values);
-      for (size_t i = 0; i < buffers.past_keys.size(); ++i) {
-        const auto copy = [&](const void* present, const void* past) {
-          copy_outside(denoiser_, length, range.first, range.last, present, const_cast<void*>(past));
-        };
-        copy(buffers.present_keys[i], buffers.past_keys[i]);
-        copy(buffers.present_values[i], buffers.past_values[i]);
-      }
-      past_is_current_ = true;
-    }
-    const uint64_t held = 2 * static_cast<uint64_t>(denoiser_.layers) * (full_bytes + past_bytes);
+  const CacheUse use = policy_.cache == Cache::none ? CacheUse::none
+                       : is_full                   ? CacheUse::write
+                       : pass.cached > 0           ? CacheUse::read
+                                                   : CacheUse::none;
+  if (use == CacheUse::write) past_is_current_ = false;
+  if (use == CacheUse::read && !past_is_current_) {
+    context.keep_outside(range.first, range.last, length);
+    past_is_current_ = true;
+  }
+  if (!is_full) {
+    const CacheShape cache = denoiser_.cache();
+    const uint64_t held = 2 * static_cast<uint64_t>(cache.layers) * (cache.layer_bytes(length) + cache.layer_bytes(pass.cached));
     stats_.cache_bytes = std::max(stats_.cache_bytes, held);
   }
-  pass.past_keys = buffers.past_keys.data();
-  pass.past_values = buffers.past_values.data();
-  if (pass.cached == 0) {
-    buffers.past_keys.assign(static_cast<size_t>(denoiser_.layers), nullptr);
-    buffers.past_values.assign(static_cast<size_t>(denoiser_.layers), nullptr);
-    pass.past_keys = buffers.past_keys.data();
-    pass.past_values = buffers.past_values.data();
-  }
   {
-    const Stopwatch timer(is_full && policy_.cache != Cache::none ? stats_.prefill_s : stats_.passes_s);
-    engine.run(pass);
+    const Stopwatch timer(use == CacheUse::write ? stats_.prefill_s : stats_.passes_s);
+    context.run(pass, use);
   }
   ++stats_.nfe;
 }

@@ -5,7 +5,6 @@
 // order of cached rows does not matter: a pass gets the rows before and behind it side by side.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -19,17 +18,16 @@ struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, layers, kv_heads, head_size, top_k, kv_element_bytes, shift;
   bool has_cache;
   std::vector<int32_t> eos_token_ids;
+
+  CacheShape cache() const { return {layers, kv_heads, head_size, kv_element_bytes}; }
 };
 
-// Buffers that outlive a request, so that the next one of the same size allocates nothing.
+// Inputs and outputs of passes, which outlive a request, so that the next one of the same size allocates nothing.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens, order;
   std::vector<float> top_probs, entropy;
   std::vector<double> scores;
-  std::vector<std::byte> present, past;                          // all layers, keys then values
-  std::vector<void*> present_keys, present_values;               // [layers], into present
-  std::vector<const void*> past_keys, past_values;               // [layers], into past
 };
 
 class Request {
@@ -38,8 +36,11 @@ class Request {
   // steps > 0 plans that many passes for the whole generation. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
   Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps);
 
-  // One pass and its commit; nothing once done. Throws what the engine throws; the request is then unusable.
-  void step(Engine& engine, Buffers& buffers);
+  // Throws Error(DLM_INVALID_ARGUMENT) if the request may need a pass that the engine does not take.
+  void check_limits(const Engine& engine) const;
+
+  // One pass and its commit; nothing once done. Throws what the context throws; the request is then unusable.
+  void step(Context& context, Buffers& buffers);
 
   bool done() const { return block_ == blocks_.size(); }
   const std::vector<int32_t>& canvas() const { return canvas_; }
@@ -54,8 +55,8 @@ class Request {
     int32_t first, last;
   };
 
-  Range range(bool is_full) const;
-  void run_pass(Engine& engine, Buffers& buffers, Range range, bool is_full);
+  Range range(const Block& block, bool is_full) const;
+  void run_pass(Context& context, Buffers& buffers, Range range, bool is_full);
   void score(Buffers& buffers, bool is_full);
   void commit(Buffers& buffers);
   void finish_block();
@@ -75,7 +76,7 @@ class Request {
   dlm_stats stats_{};
 };
 
-// Fills the pass's inputs for positions [first, last) of a canvas; outputs and cache are left unset.
+// Fills the pass's inputs for positions [first, last) of a canvas; outputs are left unset.
 dlm_pass prepare_pass(const std::vector<int32_t>& canvas, int32_t first, int32_t last, Buffers& buffers);
 
 }  // namespace dlm

@@ -33,7 +33,6 @@ struct ApiBase {
 };
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
-enum ElementType : int { kFloat = 1, kInt32 = 6, kInt64 = 7, kFloat16 = 10 };  // ONNXTensorElementDataType
 enum ErrorCode : int { kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7, kNotImplemented = 9, kInvalidGraph = 10 };
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode

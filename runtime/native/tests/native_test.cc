@@ -192,6 +192,17 @@ void test_json_survives_mutations(Tally& tally) {
   CHECK(read + refused == 20000 && read > 100 && refused > 10000);
 }
 
+void test_json_canonical(Tally& tally) {
+  // The right side is what Python's json.dumps(value, sort_keys=True, separators=(",", ":")) gives.
+  const auto root = parse("{ \"b\": [ -0, [], 7 , {} ], \"seal\": 1, \"B\": {\"seal\": \"\\\"\\\\/ ~\"},\n \"a.0\": [true, null]}");
+  CHECK(root->canonical() == R"({"B":{"seal":"\"\\/ ~"},"a.0":[true,null],"b":[0,[],7,{}],"seal":1})");
+  CHECK(root->canonical("seal") == R"({"B":{"seal":"\"\\/ ~"},"a.0":[true,null],"b":[0,[],7,{}]})");
+  CHECK_ERROR(parse("[1, 2.0]")->canonical(), DLM_BAD_BUNDLE, "...[1]: expected an integer in ");
+  CHECK_ERROR(parse("[1e3]")->canonical(), DLM_BAD_BUNDLE, "...expected an integer");
+  CHECK_ERROR(parse("{\"a\":\"\\u00e9\"}")->canonical(), DLM_BAD_BUNDLE, "a: may hold printable ASCII only, found \"\\xc3\\xa9\"");
+  CHECK_ERROR(parse("{\"a\\n\":1}")->canonical(), DLM_BAD_BUNDLE, "the document: may hold printable ASCII only, found \"a\\x0a\"");
+}
+
 void test_sha256(Tally& tally) {
   // FIPS 180-2, appendix B, and the empty message of NIST's byte test vectors.
   const std::vector<std::pair<std::string, const char*>> vectors = {
@@ -238,7 +249,8 @@ void test_callback_engine(Tally& tally) {
     static_cast<Seen*>(user)->pass = pass;
     return static_cast<Seen*>(user)->answer;
   };
-  const auto engine = dlm::make_callback(note, &seen);
+  const dlm::CacheShape cache{1, 1, 2, 4};
+  const auto engine = dlm::make_callback(note, &seen, cache);
   const dlm_pass pass{};
   engine->run(pass);
   CHECK(seen.pass == &pass);
@@ -247,7 +259,51 @@ void test_callback_engine(Tally& tally) {
   CHECK_ERROR(engine->run(pass), DLM_CANCELLED, "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
   seen.answer = -12;
   CHECK_ERROR(engine->run(pass), -12, "...the pass callback returned -12 (");
-  CHECK_ERROR(dlm::make_callback(nullptr, nullptr), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
+  CHECK_ERROR(dlm::make_callback(nullptr, nullptr, cache), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
+}
+
+// Rows of a full pass go on to reading passes without those of the block; bytes are told apart by layer, kind, head and row.
+void test_host_contexts(Tally& tally) {
+  struct Seen {
+    int passes = 0, wrong = 0;
+  } seen;
+  const dlm_pass_fn run = [](void* user, const dlm_pass* pass) -> dlm_status {
+    auto& noted = *static_cast<Seen*>(user);
+    const auto byte = [](int layer, int kind, int head, int row) { return static_cast<char>(64 * layer + 32 * kind + 16 * head + row); };
+    noted.wrong += pass->layers != 2 || pass->past_keys == nullptr || pass->past_values == nullptr;
+    noted.wrong += (pass->present_keys != nullptr) != (noted.passes == 0) || (pass->present_values != nullptr) != (noted.passes == 0);
+    for (int layer = 0; layer < 2; ++layer)
+      for (int kind = 0; kind < 2; ++kind)
+        for (int head = 0; head < 2; ++head) {
+          if (noted.passes == 0) {
+            char* const rows = static_cast<char*>((kind == 0 ? pass->present_keys : pass->present_values)[layer]);
+            for (int row = 0; row < 10; ++row) std::memset(rows + (head * 10 + row) * 6, byte(layer, kind, head, row), 6);
+          }
+          const void* const past = (kind == 0 ? pass->past_keys : pass->past_values)[layer];
+          if (pass->cached == 0) noted.wrong += past != nullptr;
+          for (int row = 0; row < pass->cached; ++row) {
+            const char* const rows = static_cast<const char*>(past) + (head * pass->cached + row) * 6;
+            for (int i = 0; i < 6; ++i) noted.wrong += rows[i] != byte(layer, kind, head, row < 3 ? row : row + 3);
+          }
+        }
+    ++noted.passes;
+    return DLM_OK;
+  };
+  const auto engine = dlm::make_callback(run, &seen, {2, 2, 3, 2});
+  const auto context = engine->open_context();
+  dlm_pass pass{};
+  pass.tokens = 10;
+  context->run(pass, dlm::CacheUse::write);
+  context->keep_outside(3, 6, 10);
+  pass.tokens = 3, pass.cached = 7;
+  context->run(pass, dlm::CacheUse::read);
+  context->run(pass, dlm::CacheUse::read);
+  pass.tokens = 10, pass.cached = 0;
+  context->run(pass, dlm::CacheUse::none);
+  CHECK(seen.passes == 4 && seen.wrong == 0);
+  CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty());
+  const auto none = dlm::make_none({2, 2, 3, 2});
+  CHECK_ERROR(none->open_context()->run(pass, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
 }  // namespace
@@ -258,8 +314,10 @@ int main() {
   test_json_accessors_name_the_path(tally);
   test_json_refuses(tally);
   test_json_survives_mutations(tally);
+  test_json_canonical(tally);
   test_sha256(tally);
   test_callback_engine(tally);
+  test_host_contexts(tally);
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
   return tally.failed == 0 ? 0 : 1;
 }

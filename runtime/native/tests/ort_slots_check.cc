@@ -2,6 +2,7 @@
 //
 // Built only where the header is installed (Debian's libonnxruntime-dev puts it into <onnxruntime/>). That it compiles is
 // the test; the program does nothing.
+#include "graph.h"
 #include "ort_api.h"
 
 #if __has_include(<onnxruntime/onnxruntime_c_api.h>)
@@ -83,10 +84,11 @@ static_assert(offsetof(OrtApiBase, GetApi) == offsetof(dlm::ort::ApiBase, get_ap
 static_assert(offsetof(OrtApiBase, GetVersionString) == offsetof(dlm::ort::ApiBase, get_version_string));
 
 static_assert(sizeof(ONNXTensorElementDataType) == sizeof(int) && sizeof(OrtErrorCode) == sizeof(int));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT == static_cast<ONNXTensorElementDataType>(dlm::ort::kFloat));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 == static_cast<ONNXTensorElementDataType>(dlm::ort::kInt32));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 == static_cast<ONNXTensorElementDataType>(dlm::ort::kInt64));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 == static_cast<ONNXTensorElementDataType>(dlm::ort::kFloat16));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT == static_cast<ONNXTensorElementDataType>(dlm::kFloat));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 == static_cast<ONNXTensorElementDataType>(dlm::kInt32));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 == static_cast<ONNXTensorElementDataType>(dlm::kInt64));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 == static_cast<ONNXTensorElementDataType>(dlm::kFloat16));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 == static_cast<ONNXTensorElementDataType>(dlm::kBFloat16));
 static_assert(ORT_NO_SUCHFILE == static_cast<OrtErrorCode>(dlm::ort::kNoSuchFile));
 static_assert(ORT_NO_MODEL == static_cast<OrtErrorCode>(dlm::ort::kNoModel));
 static_assert(ORT_INVALID_PROTOBUF == static_cast<OrtErrorCode>(dlm::ort::kInvalidProtobuf));

@@ -1,0 +1,76 @@
+#include "cuda_api.h"
+
+#include <dlfcn.h>
+
+#include "error.h"
+#include "library.h"
+
+namespace dlm {
+namespace {
+
+constexpr char kAdvice[] =
+    "Install NVIDIA's driver (a Jetson's comes with JetPack), set DLM_CUDA_LIBRARY to its libcuda.so.1, or open the bundle with "
+    "engine \"onnxruntime\".";
+
+}  // namespace
+
+// The name as cuda.h renames it: DLM_NAME(cuMemAlloc) is "cuMemAlloc_v2".
+#define DLM_NAME(name) DLM_NAME_OF(name)
+#define DLM_NAME_OF(name) #name
+
+Cuda::Cuda() {
+  std::string library;
+  void* const handle = open_library({"the CUDA driver", "DLM_CUDA_LIBRARY", {"libcuda.so.1"}, kAdvice}, "", &library);
+  const auto load = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
+    if (function == nullptr)
+      throw Error(DLM_ENGINE_MISSING, library + " has no " + name + ": the driver of CUDA 11.4 or newer is needed. " + kAdvice);
+  };
+#define DLM_CUDA_LOAD(name) load(name, DLM_NAME(name));
+  DLM_CUDA_CALLS(DLM_CUDA_LOAD)
+#undef DLM_CUDA_LOAD
+}
+
+void Cuda::check(CUresult result, const char* call) const {
+  if (result == CUDA_SUCCESS) return;
+  const char* name = nullptr;
+  if (cuGetErrorName(result, &name) != CUDA_SUCCESS || name == nullptr) name = "unknown error";
+  fail(DLM_ENGINE_FAILED, "CUDA: %s failed: %s (%d)", call, name, static_cast<int>(result));
+}
+
+CudaDevice::CudaDevice() {
+  int count = 0;
+  const CUresult started = cuda_.cuInit(0);
+  if (started != CUDA_ERROR_NO_DEVICE) {
+    cuda_.check(started, "cuInit");
+    cuda_.check(cuda_.cuDeviceGetCount(&count), "cuDeviceGetCount");
+  }
+  if (count == 0)
+    throw Error(DLM_ENGINE_MISSING, "the CUDA driver sees no device: $CUDA_VISIBLE_DEVICES may hide it; engine \"onnxruntime\" "
+                                    "needs none");
+  cuda_.check(cuda_.cuDeviceGet(&device_, 0), "cuDeviceGet");
+  char name[256] = "";
+  int major = 0, minor = 0;
+  cuda_.check(cuda_.cuDeviceGetName(name, sizeof name, device_), "cuDeviceGetName");
+  cuda_.check(cuda_.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device_), "cuDeviceGetAttribute");
+  cuda_.check(cuda_.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device_), "cuDeviceGetAttribute");
+  name_ = one_line(name);
+  sm_ = 10 * major + minor;
+  cuda_.check(cuda_.cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+}
+
+CudaDevice::~CudaDevice() { cuda_.cuDevicePrimaryCtxRelease(device_); }
+
+CudaMemory::CudaMemory(const Cuda& cuda, Kind kind, size_t bytes) : cuda_(cuda) {
+  const bool is_device = kind == Kind::device;
+  const CUresult result = is_device ? cuda_.cuMemAlloc(&device_, bytes) : cuda_.cuMemHostAlloc(&host_, bytes, 0);
+  const std::string call = std::string(is_device ? "cuMemAlloc" : "cuMemHostAlloc") + " of " + std::to_string(bytes) + " bytes";
+  cuda_.check(result, call.c_str());
+}
+
+CudaMemory::~CudaMemory() {
+  if (device_ != 0) cuda_.cuMemFree(device_);
+  if (host_ != nullptr) cuda_.cuMemFreeHost(host_);
+}
+
+}  // namespace dlm

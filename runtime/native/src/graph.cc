@@ -1,0 +1,92 @@
+#include "graph.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "error.h"
+#include "json.h"
+
+namespace dlm {
+namespace {
+
+std::string type_text(int32_t type, const Dims& dims) {
+  static constexpr const char* kNames[] = {"undefined", "float",   "uint8",  "int8",   "uint16",    "int16",
+                                           "int32",     "int64",   "string", "bool",   "float16",   "double",
+                                           "uint32",    "uint64",  "complex64", "complex128", "bfloat16"};
+  const bool is_known = type >= 0 && static_cast<size_t>(type) < std::size(kNames);
+  std::string text = is_known ? kNames[type] : "type " + std::to_string(type);
+  for (size_t i = 0; i < dims.size() && i < 8; ++i) {
+    text += (i == 0 ? " [" : ", ") + (dims[i] < 0 ? "any" : std::to_string(dims[i]));
+  }
+  return text + (dims.size() > 8 ? ", ...]" : dims.empty() ? " []" : "]");
+}
+
+}  // namespace
+
+size_t element_bytes(int32_t type) { return type == kInt64 ? 8 : type == kFloat16 || type == kBFloat16 ? 2 : 4; }
+
+std::array<int64_t, 4> Port::shape(int32_t tokens, int32_t cached, int32_t rows) const {
+  std::array<int64_t, 4> out{};
+  for (size_t i = 0; i < dims.size(); ++i) {
+    out[i] = dims[i] == kT ? tokens : dims[i] == kS ? cached : dims[i] == kR ? rows : dims[i];
+  }
+  return out;
+}
+
+Ports list_ports(const GraphSpec& graph) {
+  const int64_t kv_heads = graph.cache.kv_heads, head_size = graph.cache.head_size;
+  Ports ports;
+  ports.inputs = {{"input_ids", kInt64, {1, kT}}, {"position_ids", kInt64, {1, kT}}, {"score_rows", kInt64, {1, kR}}};
+  ports.outputs = {{"top_token", kInt32, {1, kR, graph.top_k}},
+                   {"top_prob", kFloat, {1, kR, graph.top_k}},
+                   {"entropy", kFloat, {1, kR}, true},
+                   {"logits", kFloat, {1, kR, graph.vocab_size}}};
+  for (int32_t i = 0; i < graph.cache.layers; ++i) {
+    for (const char* const what : {"key.", "value."}) {
+      const std::string name = what + std::to_string(i);
+      ports.inputs.push_back({"past_" + name, graph.cache_type, {1, kv_heads, kS, head_size}});
+      ports.outputs.push_back({"present_" + name, graph.cache_type, {1, kv_heads, kT, head_size}});
+    }
+  }
+  return ports;
+}
+
+Port* find_port(std::vector<Port>& ports, const std::string& name) {
+  const auto found = std::find_if(ports.begin(), ports.end(), [&](const Port& port) { return port.name == name; });
+  return found == ports.end() ? nullptr : &*found;
+}
+
+void note_port(const std::string& path, const char* kind, Port& port, int32_t type, const Dims& dims) {
+  // What changes from pass to pass must be left open in the graph; a number may be left open too, as passes check it.
+  const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
+  if (type != port.type || !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits)) {
+    refuse_port(path, kind, port.name,
+                "is " + type_text(type, dims) + ", but the manifest makes it " + type_text(port.type, port.dims));
+  }
+  port.is_there = true;
+}
+
+void check_complete(const std::string& path, const char* kind, const std::vector<Port>& ports) {
+  for (const Port& port : ports) {
+    if (!port.is_there && !port.is_optional) refuse_port(path, kind, port.name, "is missing");
+  }
+}
+
+void refuse_port(const std::string& path, const char* kind, const std::string& name, const std::string& reason) {
+  throw Error(DLM_BAD_BUNDLE, path + ": the " + kind + " " + json::quoted(name) + " " + reason);
+}
+
+void check_finite(const float* top_probs, size_t count) {
+  if (std::all_of(top_probs, top_probs + count, [](float p) { return std::isfinite(p); })) return;
+  fail(DLM_ENGINE_FAILED, "the denoiser's probabilities are not finite: NaN weights, or overflow at this precision");
+}
+
+void check_pass(const dlm_pass& pass) {
+  // No rows to score is refused too: ONNX Runtime before 1.31 then divides by zero in a kernel, which ends the process.
+  if (pass.tokens < 1 || pass.cached < 0 || pass.rows < 1) {
+    fail(DLM_INTERNAL, "a pass of %d tokens, %d cached and %d rows", pass.tokens, pass.cached, pass.rows);
+  }
+}
+
+}  // namespace dlm

@@ -1,0 +1,59 @@
+// A denoiser that is pure arithmetic over all that a pass sees: ids, positions, and every byte of the cached rows in their
+// order. The mock of TensorRT computes it on "device" memory and the driver's callback engine on the loop's: canvases are
+// equal only if every byte reached its place.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace mock {
+
+struct Shape {
+  int32_t layers, kv_heads, row_bytes, vocab, mask, top_k;
+};
+
+struct Pass {
+  int32_t tokens, cached, rows;
+  const int64_t *ids, *positions, *score_rows;
+  std::vector<const uint8_t*> past;  // key and value of every layer, [kv_heads, S, row_bytes]
+  std::vector<uint8_t*> present;     // the same with T rows; empty: not wanted
+  int32_t* top_tokens;
+  float *top_probs, *entropy, *logits;  // the last two may be NULL
+};
+
+inline uint64_t mix(uint64_t state, uint64_t value) {
+  state = (state ^ value) * 0x9E3779B97F4A7C15u;
+  return state ^ (state >> 29);
+}
+
+inline void denoise(const Shape& shape, const Pass& pass) {
+  uint64_t seen = 1;
+  for (int32_t i = 0; i < pass.tokens; ++i)
+    seen = mix(mix(seen, static_cast<uint64_t>(pass.ids[i])), static_cast<uint64_t>(pass.positions[i]));
+  const auto bytes = [&](int32_t rows) { return static_cast<int64_t>(shape.kv_heads) * rows * shape.row_bytes; };
+  for (const uint8_t* const past : pass.past)
+    for (int64_t i = 0; i < bytes(pass.cached); ++i) seen = mix(seen, past[i]);
+  for (size_t tensor = 0; tensor < pass.present.size(); ++tensor)
+    for (int64_t i = 0; i < bytes(pass.tokens); ++i) {
+      const int64_t row = i / shape.row_bytes % pass.tokens, head = i / shape.row_bytes / pass.tokens;
+      uint64_t value = mix(tensor + 100, static_cast<uint64_t>(head));
+      value = mix(mix(value, static_cast<uint64_t>(pass.ids[row])), static_cast<uint64_t>(pass.positions[row]));
+      pass.present[tensor][i] = static_cast<uint8_t>(mix(value, static_cast<uint64_t>(i % shape.row_bytes)) >> 40);
+    }
+  for (int32_t r = 0; r < pass.rows; ++r) {
+    const int64_t row = pass.score_rows[r];
+    const uint64_t word = mix(mix(seen, static_cast<uint64_t>(pass.positions[row])), static_cast<uint64_t>(pass.ids[row]));
+    const float best = 0.5f + static_cast<float>(word >> 48) / 131072.0f;  // exact, below 1
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      const auto token = static_cast<int32_t>((word + static_cast<uint64_t>(k)) % static_cast<uint64_t>(shape.vocab - 1));
+      pass.top_tokens[r * shape.top_k + k] = token < shape.mask ? token : token + 1;
+      pass.top_probs[r * shape.top_k + k] = k == 0 ? best : (1 - best) / static_cast<float>(k + 1);
+    }
+    if (pass.entropy != nullptr) pass.entropy[r] = best - 1;
+    if (pass.logits != nullptr)
+      for (int32_t v = 0; v < shape.vocab; ++v)
+        pass.logits[static_cast<int64_t>(r) * shape.vocab + v] = static_cast<float>(mix(word, static_cast<uint64_t>(v)) >> 44);
+  }
+}
+
+}  // namespace mock

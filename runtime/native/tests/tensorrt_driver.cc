@@ -1,0 +1,148 @@
+// Generates with engine "tensorrt", over the mocks of CUDA and TensorRT, and with a callback engine that makes the same passes
+// in host memory, and compares. tests/test_native_tensorrt.py runs it, mostly under sanitizers.
+//
+//   tensorrt_driver BUNDLE [KEY=VALUE ...]   cache, commit, score, block, given, new, infill, rounds, threads, logits, engine
+//
+// Prints, a line each: "open STATUS text"; for every round and thread "round STATUS text", where text is "same" if both engines
+// gave the same canvas or logits; after every round "counts NAME=NUMBER ..."; last "live N".
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "dlm_runtime.h"
+#include "mock_cuda.h"
+#include "mock_denoiser.h"
+
+namespace {
+
+std::map<std::string, std::string> options = {{"cache", "none"}, {"commit", "static"}, {"score", "confidence"},
+                                              {"block", "8"},    {"given", "5"},       {"new", "24"},
+                                              {"infill", "0"},   {"rounds", "1"},      {"threads", "1"},
+                                              {"logits", "0"},   {"engine", "tensorrt"}};
+
+int number(const char* key) { return std::atoi(options[key].c_str()); }
+
+dlm_status run_pass(void* user, const dlm_pass* p) {
+  const auto& shape = *static_cast<const mock::Shape*>(user);
+  mock::Pass pass{};
+  pass.tokens = p->tokens, pass.cached = p->cached, pass.rows = p->rows;
+  pass.ids = p->input_ids, pass.positions = p->position_ids, pass.score_rows = p->score_rows;
+  pass.top_tokens = p->top_tokens, pass.top_probs = p->top_probs, pass.entropy = p->entropy, pass.logits = p->logits;
+  for (int32_t i = 0; i < p->layers; ++i) {
+    for (const void* const past : {p->past_keys[i], p->past_values[i]}) pass.past.push_back(static_cast<const uint8_t*>(past));
+    if (p->present_keys == nullptr) continue;
+    for (void* const present : {p->present_keys[i], p->present_values[i]}) pass.present.push_back(static_cast<uint8_t*>(present));
+  }
+  mock::denoise(shape, pass);
+  return DLM_OK;
+}
+
+struct Answer {
+  dlm_status status = DLM_INTERNAL;
+  std::string message;
+  std::vector<int32_t> canvas;
+  std::vector<float> logits;
+  dlm_stats stats{};
+};
+
+Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread) {
+  Answer answer;
+  dlm_policy policy;
+  dlm_generate_options generate;
+  dlm_policy_init(&policy);
+  dlm_generate_options_init(&generate);
+  policy.cache = options["cache"].c_str();
+  policy.commit = options["commit"].c_str();
+  policy.score = options["score"].c_str();
+  policy.block_length = number("block");
+  policy.threshold = 0.7;
+  generate.policy = &policy;
+  generate.max_new_tokens = number("new") + thread;
+  const auto given = static_cast<size_t>(number("given"));
+  std::vector<int32_t> canvas(given + static_cast<size_t>(generate.max_new_tokens));
+  for (size_t i = 0; i < given; ++i)
+    canvas[i] = number("infill") != 0 && i % 3 == 1 ? denoiser.mask_token_id : static_cast<int32_t>(i) % 7 + thread;
+  if (const int rows = number("logits"); rows > 0) {
+    std::vector<int32_t> wanted;
+    for (int i = 0; i < rows; ++i) wanted.push_back(i * 5 % static_cast<int>(given));
+    answer.logits.resize(wanted.size() * static_cast<size_t>(denoiser.vocab_size));
+    answer.status = dlm_session_logits(session, canvas.data(), given, wanted.data(), wanted.size(), answer.logits.data(),
+                                       answer.logits.size());
+  } else {
+    size_t length = 0;
+    answer.status = dlm_session_generate(session, &generate, canvas.data(), given, canvas.size(), &answer.stats, &length);
+    canvas.resize(length);
+    answer.canvas = canvas;
+  }
+  answer.message = dlm_session_last_error(session);
+  return answer;
+}
+
+struct Session {
+  Session(dlm_bundle* bundle) { status = dlm_session_create(bundle, message, sizeof message, &handle); }
+  ~Session() { dlm_session_destroy(handle); }
+  Session(const Session&) = delete;
+  char message[2048] = "";
+  dlm_status status;
+  dlm_session* handle = nullptr;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 2; i < argc; ++i) {
+    const std::string argument = argv[i];
+    const size_t equals = argument.find('=');
+    const std::string key = argument.substr(0, equals);
+    if (equals == std::string::npos || options.count(key) == 0) {
+      std::fprintf(stderr, "usage: tensorrt_driver BUNDLE [KEY=VALUE ...]\n");
+      return 2;
+    }
+    options[key] = argument.substr(equals + 1);
+  }
+  char message[2048] = "";
+  dlm_open_options open;
+  dlm_bundle *bundle = nullptr, *callback = nullptr;
+  dlm_open_options_init(&open);
+  open.engine = options["engine"].c_str();
+  const dlm_status opened = argc > 1 ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle) : DLM_INVALID_ARGUMENT;
+  std::printf("open %s %s\n", dlm_status_name(opened), opened == DLM_OK ? dlm_bundle_engine(bundle) : message);
+  if (opened == DLM_OK) {
+    dlm_denoiser denoiser;
+    dlm_bundle_denoiser(bundle, &denoiser);
+    mock::Shape shape = {denoiser.layers,     denoiser.kv_heads,      denoiser.head_size * denoiser.kv_element_bytes,
+                         denoiser.vocab_size, denoiser.mask_token_id, denoiser.top_k};
+    if (dlm_bundle_from_callback(&denoiser, run_pass, &shape, message, sizeof message, &callback) != DLM_OK) return 1;
+    const auto threads = static_cast<size_t>(number("threads"));
+    std::vector<std::unique_ptr<Session>> sessions;
+    for (size_t i = 0; i < threads; ++i) sessions.push_back(std::make_unique<Session>(bundle));
+    for (int round = 0; round < number("rounds"); ++round) {
+      std::vector<Answer> answers(threads);
+      std::vector<std::thread> workers;
+      for (size_t i = 0; i < threads; ++i)
+        if (sessions[i]->status == DLM_OK)
+          workers.emplace_back([&, i] { answers[i] = ask(sessions[i]->handle, denoiser, static_cast<int>(i)); });
+      for (std::thread& worker : workers) worker.join();
+      for (size_t i = 0; i < threads; ++i) {
+        if (sessions[i]->status != DLM_OK) {
+          std::printf("round %s %s\n", dlm_status_name(sessions[i]->status), sessions[i]->message);
+          continue;
+        }
+        const Answer &ours = answers[i], theirs = ask(Session(callback).handle, denoiser, static_cast<int>(i));
+        const bool is_same = ours.canvas == theirs.canvas && ours.logits == theirs.logits && ours.stats.nfe == theirs.stats.nfe &&
+                             ours.stats.cache_bytes == theirs.stats.cache_bytes && theirs.status == DLM_OK;
+        std::printf("round %s %s\n", dlm_status_name(ours.status),
+                    ours.status != DLM_OK ? ours.message.c_str() : is_same ? "same" : "different");
+      }
+      std::printf("counts nfe=%d %s\n", answers[0].stats.nfe, mock::counts().c_str());
+    }
+  }
+  dlm_bundle_destroy(callback);
+  dlm_bundle_destroy(bundle);
+  std::printf("live %d\n", mock::live());
+  return 0;
+}

@@ -1,0 +1,330 @@
+"""The table of devices: what each runs, what is refused and why, and how its engine is got."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dlm_calibration.recipes import FORMATS, RECIPES, Recipe
+from dlm_export import targets
+from dlm_export.cli import main
+from dlm_export.targets import TargetError, find, find_all, recipe_for
+
+GPUS = [name for name in targets.TARGETS if name != "cpu"]
+
+# ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, whether TensorRT-RTX builds it ahead of time.
+DEVICES = {
+    "orin-nano": (87, True, False, False, False),
+    "orin-nx": (87, True, False, False, False),
+    "agx-orin": (87, True, False, False, False),
+    "rtx4090": (89, True, True, False, True),
+    "l4": (89, True, True, False, True),
+    "l40s": (89, True, True, False, True),
+    "h100": (90, True, True, False, False),
+    "h200": (90, True, True, False, False),
+    "b200": (100, True, True, True, False),
+    "b300": (103, True, True, True, False),
+    "thor": (110, True, True, True, False),
+    "rtx5090": (120, True, True, True, True),
+    "rtx-pro-6000": (120, True, True, True, True),
+    "gb10": (121, True, True, True, True),
+    # What the table has no row for. INT4 and bf16 fail to compile for SM 7.5 in TensorRT-RTX 1.7.
+    "sm75": (75, False, False, False, True),
+    "sm80": (80, True, False, False, True),
+    "sm86": (86, True, False, False, True),
+}
+
+
+def refusal(names: Sequence[str], precision: str) -> str:
+    with pytest.raises(TargetError) as caught:
+        recipe_for(find_all(names), precision)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_runs_what_the_table_of_its_sm_says(name: str) -> None:
+    sm, int4, fp8, nvfp4, is_rtx = DEVICES[name]
+    target = find(name)
+    assert (target.sm, target.engine) == (sm, "tensorrt")
+    assert ("rtx" in target.engine_kinds) == is_rtx
+    assert "tensorrt" in target.engine_kinds
+    runs = {
+        precision: precision in target.precisions for precision in ("fp16", "bf16", "int8", "int4", "fp8", "nvfp4", "mixed")
+    }
+    assert runs == {
+        "fp16": True,
+        "bf16": name != "sm75",
+        "int8": True,
+        "int4": int4,
+        "fp8": fp8,
+        "nvfp4": nvfp4,
+        "mixed": fp8 and nvfp4,
+    }
+    assert not {"fp32", "int4-rtn", "int4-awq"} & set(target.precisions)
+    assert not {"int8-dynamic", "int4-g32"} & set(target.formats)
+    assert target.auto == tuple(
+        name for name, has in (("nvfp4", nvfp4), ("fp8", fp8), ("int4-g64", int4), ("int8-weight", True)) if has
+    )
+    assert set(target.auto) <= set(target.formats) <= set(FORMATS)
+
+
+@pytest.mark.parametrize("name", [*GPUS, "cpu", "sm75", "sm120"])
+def test_every_listed_precision_is_taken_and_every_other_recipe_refused(name: str) -> None:
+    target = find(name)
+    for precision in target.precisions:
+        recipe = target.recipe(precision)
+        assert (recipe is None) == (precision in (*target.full_precisions, "auto", "stored"))
+    for precision in {*RECIPES, "fp32", "fp16", "bf16"} - set(target.precisions):
+        assert f"target {name} does not run" in refusal([name], precision)
+
+
+def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
+    assert find("cpu").recipe("int8") == RECIPES["int8"]
+    assert find("cpu").recipe("int4") == RECIPES["int4"]
+    for name in GPUS:
+        assert find(name).recipe("int8") == RECIPES["int8-weight"]
+        assert find(name).recipe("int4") == RECIPES["int4-g64"]
+
+
+@pytest.mark.parametrize(
+    ("names", "precision", "says"),
+    [
+        (
+            ["h100"],
+            "nvfp4",
+            "target h100 does not run nvfp4 (NVFP4 needs SM 10.0 or later; h100 is SM 9.0): it runs fp16, bf16, ",
+        ),
+        (["agx-orin"], "fp8", "target agx-orin does not run fp8 (FP8 needs SM 8.9 or later; agx-orin is SM 8.7): it runs "),
+        (["rtx4090"], "mixed", "does not run nvfp4, which mixed asks for (NVFP4 needs SM 10.0 or later; rtx4090 is SM 8.9)"),
+        (["sm75"], "bf16", "target sm75 does not run 'bf16' (BF16 needs SM 8.0 or later; sm75 is SM 7.5)"),
+        (["sm75"], "int4", "does not run int4-g64, which int4 asks for (INT4 needs SM 8.0 or later; sm75 is SM 7.5)"),
+        (["thor"], "fp32", "target thor does not run 'fp32' (engines compute in fp16 or bf16)"),
+        (["l4"], "int4-awq", "does not run int4-g32, which int4-awq asks for (groups of 32 weights are untried in TensorRT)"),
+        (["cpu"], "bf16", "target cpu does not run 'bf16': it runs fp32, fp16, int8, "),
+        (["gb10"], "int3", "target gb10 does not run 'int3': it runs fp16, bf16, int8, "),
+        (
+            ["rtx5090", "rtx4090"],
+            "nvfp4",
+            "target rtx4090 does not run nvfp4 (NVFP4 needs SM 10.0 or later; rtx4090 is SM 8.9)",
+        ),
+        (["sm80", "sm75"], "bf16", "target sm75 does not run 'bf16' (BF16 needs SM 8.0"),
+    ],
+)
+def test_a_precision_that_a_target_lacks_is_refused_with_the_rule(names: list[str], precision: str, says: str) -> None:
+    assert says in refusal(names, precision)
+
+
+def test_a_refusal_for_several_targets_lists_only_what_all_of_them_run() -> None:
+    told = refusal(["rtx5090", "rtx4090", "agx-orin"], "nvfp4").partition("rtx5090, rtx4090, agx-orin all run ")[2]
+    listed = told.replace(" and recipes", ", ").split(", ")
+    assert {"fp16", "bf16", "int8", "int4"} <= set(listed)
+    assert not {"fp8", "nvfp4", "mixed"} & set(listed)
+
+
+def test_several_targets_share_one_recipe() -> None:
+    assert recipe_for(find_all(["rtx5090", "rtx4090"]), "fp8") == RECIPES["fp8"]
+    assert recipe_for(find_all(["agx-orin", "thor", "sm86"]), "int4") == RECIPES["int4-g64"]
+    assert recipe_for(find_all(["agx-orin", "thor"]), "bf16") is None
+
+
+def test_a_recipe_file_is_checked_like_a_preset(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[layers]\n"blocks.*.mlp.*" = "int8-dynamic"\n"blocks.*.attention.*" = "fp8"\n')
+    told = refusal(["rtx4090"], str(path))
+    assert f"does not run int8-dynamic, which {path} asks for (TensorRT has no MatMulInteger" in told
+    assert "FP8 needs SM 8.9" in refusal(["agx-orin"], str(path))
+    assert recipe_for([find("cpu")], str(path)) is not None
+
+
+def test_an_fp8_embedding_needs_a_device_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "mine", Recipe("mine", (("blocks.*", "int8-weight"),), embedding="fp8"))
+    assert recipe_for([find("rtx4090")], "mine") == RECIPES["mine"]
+    assert "does not run fp8, which mine asks for (FP8 needs SM 8.9" in refusal(["orin-nano"], "mine")
+
+
+def test_layers_of_a_bundle_are_checked_by_their_format() -> None:
+    layers = {"blocks.0.mlp.up": "nvfp4-weight", "blocks.0.mlp.down": "fp8", "blocks.0.attention.q": "high"}
+    find("thor").check_layers(layers)
+    with pytest.raises(TargetError, match=r"l4 does not run nvfp4-weight, which the bundle asks for \(NVFP4 needs SM 10.0"):
+        find("l4").check_layers(layers)
+    find("l4").check_layers({"blocks.0.mlp.up": "high"})
+
+
+@pytest.mark.parametrize("sm", [75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
+def test_any_gpu_goes_by_its_sm(sm: int) -> None:
+    target = find(f"sm{sm}")
+    assert (target.name, target.sm) == (f"sm{sm}", sm)
+    assert target.description == f"any GPU of SM {sm / 10}"
+    assert (target.memory_bytes, target.bandwidth_bytes_per_s, target.rates, target.sources) == (None, None, {}, ())
+
+
+@pytest.mark.parametrize("name", ["rtx9090", "sm70", "sm", "SM89", ""])
+def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
+    with pytest.raises(
+        TargetError, match=r"one of cpu, orin-nano, .*, gb10, or by compute capability sm75, .*, sm121$"
+    ) as caught:
+        find(name)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["cpu", "rtx5090"], "targets cpu, rtx5090: a bundle is for cpu or for GPUs; build two"),
+        (["l4", "thor", "l4"], "target l4 is given more than once"),
+        (["sm89", "sm89"], "target sm89 is given more than once"),
+        (["l4", "card"], "unknown target 'card'"),
+        ([], "no target: name at least one of cpu, "),
+    ],
+)
+def test_targets_that_make_no_bundle_are_refused(names: list[str], says: str) -> None:
+    with pytest.raises(TargetError) as caught:
+        find_all(names)
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_targets_keep_their_order() -> None:
+    assert [target.name for target in find_all(["thor", "sm89", "h100"])] == ["thor", "sm89", "h100"]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
+    target = find(name)
+    assert target.sources
+    assert all(source.startswith("https://") for source in target.sources)
+    assert target.memory_bytes is not None
+    assert target.bandwidth_bytes_per_s is not None
+    assert 4e9 < target.memory_bytes < 1e12
+    assert 50e9 < target.bandwidth_bytes_per_s < 20e12
+    assert target.tensorrt
+    assert (target.jetpack is not None) == (target.memory_is_shared and name != "gb10")
+    # A rate in the wrong unit, or for a precision that the device has not got.
+    assert all(1e12 < rate < 1e17 for rate in target.rates.values())
+    assert set(target.rates) <= {"fp16", "int8", "int4", "fp8", "nvfp4"}
+    for number in ("fp8", "nvfp4"):
+        assert number not in target.rates or number in target.precisions
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "figure"),
+    [
+        ("rtx4090", "fp16", 165.2e12),  # with fp32 accumulation, not 330.3
+        ("l4", "int8", 242.5e12),  # dense, not 485
+        ("h100", "fp8", 1978.9e12),
+        ("h200", "fp8", 1979e12),
+        ("b200", "nvfp4", 9e15),
+        ("b200", "fp8", 4.5e15),
+        ("thor", "nvfp4", 1035e12),
+        ("thor", "fp16", 258.5e12),
+        ("rtx5090", "nvfp4", 1676e12),
+        ("gb10", "nvfp4", 500e12),
+        ("agx-orin", "int8", 85.5e12),
+    ],
+)
+def test_rates_are_dense_and_of_one_gpu(name: str, rate: str, figure: float) -> None:
+    assert find(name).rates[rate] == pytest.approx(figure)
+
+
+def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None) -> None:
+    monkeypatch.setattr(targets, "find_spec", lambda name: name if name in modules else None)
+    monkeypatch.setattr(targets, "device_sm", lambda: sm)
+
+
+def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    _finds(monkeypatch, "tensorrt_rtx_bindings")
+    assert targets.engine_here(find("rtx5090")) == (True, "ahead of time by TensorRT-RTX, without a GPU")
+    assert targets.engine_here(find("sm75"))[0]
+    assert targets.engine_here(find("thor")) == (False, "on the device: dlm-export engine BUNDLE --target thor")
+    assert not targets.engine_here(find("h100"))[0]
+
+
+def test_without_tensorrt_the_package_and_the_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _finds(monkeypatch)
+    assert targets.engine_here(find("l4")) == (
+        False,
+        "pip install 'dlm-export[rtx]', or on the device: dlm-export engine BUNDLE --target l4",
+    )
+    assert targets.engine_here(find("cpu")) == (False, "ONNX Runtime is missing: pip install onnxruntime")
+
+
+def test_standard_tensorrt_builds_for_the_gpu_at_hand_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _finds(monkeypatch, "tensorrt", sm=90)
+    assert targets.engine_here(find("h100")) == (True, "by TensorRT, for this machine's GPU")
+    assert not targets.engine_here(find("b200"))[0]
+    _finds(monkeypatch, "tensorrt", sm=101)  # CUDA 12's name for Thor
+    assert targets.engine_here(find("thor"))[0]
+    _finds(monkeypatch, "tensorrt", sm=None)
+    assert not targets.engine_here(find("h100"))[0]
+
+
+def test_asking_what_can_be_built_imports_no_engine() -> None:
+    code = (
+        "import sys; from dlm_export import targets as t; [t.engine_here(target) for target in t.TARGETS.values()]; "
+        "print([name for name in sys.modules if name.startswith(('tensorrt', 'onnx', 'torch'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("failing", [None, "cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
+def test_the_gpu_at_hand_is_asked_through_libcuda(failing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of SM 12.1, whose calls fail in turn."""
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return int(failing == "cuInit")
+
+        def cuDeviceGet(self, device: object, ordinal: int) -> int:
+            return int(failing == "cuDeviceGet")
+
+        def cuDeviceGetAttribute(self, value: object, attribute: int, device: object) -> int:
+            value._obj.value = {75: 12, 76: 1}[attribute]  # type: ignore[attr-defined]
+            return int(failing == "cuDeviceGetAttribute")
+
+    monkeypatch.setattr(targets.ctypes, "CDLL", lambda name: Driver())
+    assert targets.device_sm() == (121 if failing is None else None)
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(targets.ctypes, "CDLL", missing)
+    assert targets.device_sm() is None
+
+
+def test_the_command_lists_all_devices_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    _finds(monkeypatch, "tensorrt_rtx_bindings", "onnxruntime")
+    result = CliRunner().invoke(main, ["targets"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    rows = {line.split()[0]: line.rstrip() for line in lines[1 : 3 + len(GPUS)]}
+    assert list(rows) == ["target", "cpu", *GPUS]
+    assert max(len(row) for row in rows.values()) <= 80
+    assert " ".join(rows["rtx-pro-6000"].split()) == "rtx-pro-6000 12.0 96 1792 fp16 bf16 int8 int4 fp8 nvfp4 rtx yes"
+    assert " ".join(rows["orin-nx"].split()) == "orin-nx 8.7 16 102.4 fp16 bf16 int8 int4 tensorrt no"
+    assert "sm75 sm80 sm86 sm87 sm89 sm90 sm100 sm103 sm110 sm120 sm121" in result.stdout
+    assert "orin-nano, orin-nx, agx-orin, h100, h200, b200, b300, thor: on the device" in result.stdout
+    assert "This machine:" in result.stdout
+
+
+def test_the_command_tells_machines_everything() -> None:
+    told = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)
+    assert [target["name"] for target in told["targets"]] == ["cpu", *GPUS]
+    assert told["generic"] == ["sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"]
+    listed = {target["name"]: target for target in told["targets"]}
+    rtx = listed["rtx5090"]
+    assert rtx["rates"]["nvfp4"] == 1676e12
+    assert rtx["memory_bytes"] == 32 * 10**9
+    assert rtx["aliases"] == {"int8": "int8-weight", "int4": "int4-g64"}
+    assert "nvfp4" in rtx["precisions"]
+    assert all(isinstance(target["engine_here"], bool) and target["engine_how"] for target in told["targets"])
+    assert {"processor", "cores", "memory_bytes", "gpu_sm", "onnxruntime"} <= set(told["this_machine"])
