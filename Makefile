@@ -43,6 +43,8 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@command -v c++ >/dev/null || { echo "A C++17 compiler is missing: apt-get install g++"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# TensorRT's headers, to compile the engine in tests; its dependencies (triton and more) are of no use here.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps kernel-lens==2.0.1
 	@touch $@
 
 clean:

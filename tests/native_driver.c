@@ -262,6 +262,35 @@ static void test_open_refuses(const char *path) {
   refuse_open(path, &options, DLM_ENGINE_MISSING, __LINE__);
 }
 
+static void test_engines_by_name(const char *path) {
+  dlm_open_options options;
+  dlm_open_options_init(&options);
+  CLAIM(strcmp(options.engine, "auto") == 0);
+  dlm_bundle *bundle = NULL;
+  options.engine = "none";
+  options.engine_library = "/no/such/library"; /* nothing is loaded */
+  if (STATUS(dlm_bundle_open(path, &options, NULL, 0, &bundle), DLM_OK)) {
+    dlm_session *session = open_session(bundle);
+    dlm_policy policy;
+    const dlm_generate_options generate = options_of(&policy, 1);
+    int32_t tokens[4] = {1, 2, 3};
+    float logits[V];
+    size_t length = 99;
+    CLAIM(strcmp(dlm_bundle_engine(bundle), "none") == 0 && dlm_bundle_manifest(bundle)[0] == '{');
+    SESSION_STATUS(dlm_session_generate(session, &generate, tokens, 3, 4, NULL, &length), DLM_UNSUPPORTED);
+    CLAIM(length == 0 && strstr(dlm_session_last_error(session), "\"none\"") != NULL);
+    SESSION_STATUS(dlm_session_logits(session, tokens, 3, tokens, 1, logits, 0), DLM_INVALID_ARGUMENT);
+    dlm_session_destroy(session);
+  }
+  dlm_bundle_destroy(bundle);
+  /* Without TensorRT's headers, without a driver, without an engine in the bundle: whichever comes first, and a sentence. */
+  char message[400] = "";
+  dlm_open_options_init(&options);
+  options.engine = "tensorrt";
+  const dlm_status status = dlm_bundle_open(path, &options, message, sizeof message, &bundle);
+  CLAIM((status == DLM_UNSUPPORTED || status == DLM_ENGINE_MISSING) && bundle == NULL && strstr(message, "onnxruntime") != NULL);
+}
+
 static void test_messages_stay_inside_their_buffer(void) {
   char message[64];
   for (size_t capacity = 0; capacity < 40; ++capacity) {
@@ -837,6 +866,7 @@ int main(int argc, char **argv) {
   setvbuf(stdout, NULL, _IOLBF, 0); /* claims are on paper before a sanitizer aborts */
   test_static_functions();
   test_open_refuses(argv[1]);
+  test_engines_by_name(argv[1]);
   test_messages_stay_inside_their_buffer();
   test_denoisers_out_of_range_are_refused();
   test_presets(argv[1]);

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,26 @@ def tool(name: str) -> str:
     return found
 
 
+def _header_folder(distribution: str, name: str) -> Path | None:
+    """Where an installed distribution keeps a C header; None if it is not installed."""
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())).parent for file in files if file.name == name), None)
+
+
+def _tensorrt_headers() -> list[str]:
+    """CMake options that lead to the headers of TensorRT and CUDA; empty where one of them is not installed."""
+    tensorrt, cuda = _header_folder("kernel-lens", "NvInferRuntime.h"), _header_folder("nvidia-cuda-runtime", "cuda.h")
+    return (
+        [] if tensorrt is None or cuda is None else [f"-DDLM_TENSORRT_INCLUDE_DIR={tensorrt}", f"-DDLM_CUDA_INCLUDE_DIR={cuda}"]
+    )
+
+
+TENSORRT_HEADERS = _tensorrt_headers()
+
+
 def build(folder: Path, *options: str) -> Path:
     # What earlier runs found out about headers is forgotten, as it may be gone.
     generator = [
@@ -103,8 +124,10 @@ def header_fields(struct: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def sanitized() -> Path:
-    """A build folder: the library and native_test under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    return build(REPOSITORY / "build" / "native-asan", "-DCMAKE_BUILD_TYPE=Debug", "-DDLM_SANITIZE=ON", "-DDLM_BUILD_TESTS=ON")
+    """A build folder: the library and its tests under AddressSanitizer and UndefinedBehaviorSanitizer, TensorRT included."""
+    options = ["-DCMAKE_BUILD_TYPE=Debug", "-DDLM_SANITIZE=ON", "-DDLM_BUILD_TESTS=ON"]
+    headers = TENSORRT_HEADERS or ["-UDLM_TENSORRT_INCLUDE_DIR", "-UDLM_CUDA_INCLUDE_DIR"]
+    return build(REPOSITORY / "build" / "native-asan", *options, *headers)
 
 
 @pytest.fixture(scope="session")

@@ -104,8 +104,11 @@ def network_table(network: Any) -> dict[str, str]:
     table: dict[str, str] = {}
     for layer in parsed.layers:
         path, _, operator = layer.name.partition("/")
-        if _kind(layer) == "MATRIX_MULTIPLY" and operator == MATMUL:
-            table[path] = _format(parsed, layer)
+        if _kind(layer) != "MATRIX_MULTIPLY" or operator.partition(".")[0] != MATMUL:
+            continue
+        made = parsed.source(layer.get_input(1))
+        if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):  # and no product of activations
+            table[path] = _format(parsed, layer)  # the last of a path: a rotation of the layer's input stands before it
     return table
 
 

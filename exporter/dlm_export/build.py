@@ -165,7 +165,7 @@ class _Build:
         self.options, self.engine_options = options or QuantiseOptions(), engine
         self.progress = progress or Silent()
         self.targets = targets.find_all([target] if isinstance(target, str) else target)
-        self.on_gpu = self.targets[0].sm is not None
+        self.on_gpu, self.is_plain = self.targets[0].sm is not None, self.targets[0].needs_plain_graph
         self.recipe = targets.recipe_for(self.targets, precision)
         if self.recipe is not None and self.options.recipe_changes:
             self.recipe = replace(self.recipe, **self.options.recipe_changes)
@@ -219,7 +219,7 @@ class _Build:
             chat_template = self.write_text()
             done = None if self.precision in graph.PRECISIONS else self.quantise()
             with self.stage("trace graph", 1):
-                traced = graph.trace(c, self.base)
+                traced = graph.trace(c, self.base, is_plain=self.is_plain)
                 device = traced.clone() if self.on_gpu else None
                 self.progress.advance()
             if done is not None:
@@ -241,7 +241,7 @@ class _Build:
                 c,
                 precision=self.precision_record(done),
                 targets=[target.name for target in self.targets],
-                graph=graph.describe(c, self.base, for_device=self.on_gpu),
+                graph=graph.describe(c, self.base, for_device=self.on_gpu, is_plain=self.is_plain),
                 presets=self.presets,
                 default_preset=source.default_preset,
                 tokenizer=None if source.text.tokenizer is None else "tokenizer.json",

@@ -83,32 +83,38 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32 and cast back before the weight (no ``1 + w``)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, is_plain: bool) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.is_plain = eps, is_plain
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain:
+            wide = x.float()
+            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
-    """Rotate-half RoPE of ``x`` ``[B, H, T, D]`` by tables ``[positions, D / 2]`` at ``position_ids`` ``[B, T]``."""
-    if torch.compiler.is_exporting():
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, is_plain: bool) -> Tensor:
+    """Rotate-half RoPE of ``x`` ``[B, ..., T, D]`` by tables ``[positions, D / 2]`` at ``position_ids`` ``[B, T]``."""
+    if torch.compiler.is_exporting() and not is_plain:
         # One RotaryEmbedding node; the plain form below would be taken apart into nine. It has no gradient.
         rotated: Tensor = torch.onnx.ops.rotary_embedding(x, cos, sin, position_ids)
         return rotated
-    c, s = cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
-    first, second = x.chunk(2, -1)
+    c, s = F.embedding(position_ids, cos), F.embedding(position_ids, sin)
+    for _ in range(x.dim() - 3):
+        c, s = c.unsqueeze(1), s.unsqueeze(1)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
     return torch.cat((first * c - second * s, second * c + first * s), -1)
 
 
 class Attention(nn.Module):
     """Full bidirectional attention with grouped queries over cached and new keys."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: Capabilities, is_plain: bool) -> None:
         super().__init__()
-        c = capabilities
+        c, self.is_plain = capabilities, is_plain
         self.heads, self.kv_heads, self.head_size = c.heads, c.kv_heads, c.head_size
         self.q = Linear(c.hidden_size, c.heads * c.head_size, bias=c.qkv_bias)
         self.k = Linear(c.hidden_size, c.kv_heads * c.head_size, bias=c.qkv_bias)
@@ -119,14 +125,33 @@ class Attention(nn.Module):
         self, x: Tensor, position_ids: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         B, T, _ = x.shape
+        if self.is_plain:
+            return self._plain(x, position_ids, cos, sin, past)
         q = self.q(x).view(B, T, self.heads, self.head_size).transpose(1, 2)
         k = self.k(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
         v = self.v(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
-        q = rotate(q, cos, sin, position_ids)
-        k = rotate(k, cos, sin, position_ids)
+        q = rotate(q, cos, sin, position_ids, is_plain=False)
+        k = rotate(k, cos, sin, position_ids, is_plain=False)
         keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         y = F.scaled_dot_product_attention(q, keys, values, enable_gqa=self.heads != self.kv_heads)
         y = y.transpose(1, 2).reshape(B, T, self.heads * self.head_size)
+        return self.out(y), (k, v)
+
+    def _plain(
+        self, x: Tensor, position_ids: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The same by two products and a softmax in fp32; queries that share a key lie on an axis of their own."""
+        B, T, _ = x.shape
+        group = self.heads // self.kv_heads
+        q = self.q(x).view(B, T, self.kv_heads, group, self.head_size).permute(0, 2, 3, 1, 4)
+        k = self.k(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
+        v = self.v(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
+        q = rotate(q, cos, sin, position_ids, is_plain=True)
+        k = rotate(k, cos, sin, position_ids, is_plain=True)
+        keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
+        scores = (q * self.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)
+        y = scores.float().softmax(-1).to(x.dtype) @ values.unsqueeze(2)
+        y = y.permute(0, 3, 1, 2, 4).reshape(B, T, self.heads * self.head_size)
         return self.out(y), (k, v)
 
 
@@ -148,12 +173,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: Capabilities, is_plain: bool) -> None:
         super().__init__()
         c = capabilities
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.attention = Attention(c)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
+        self.attention = Attention(c, is_plain)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
         self.mlp = MLP(c)
 
     def forward(
@@ -175,18 +200,19 @@ def rotary_tables(capabilities: Capabilities) -> tuple[Tensor, Tensor]:
 class Denoiser(nn.Module):
     """The network: a canvas in, a prediction for every position out.
 
-    Parameters are created uninitialised; ``families.load`` fills them from a checkpoint.
+    Parameters are created uninitialised; ``families.load`` fills them from a checkpoint. ``is_plain`` computes the same in
+    elementary operations, for engines whose parsers do not know attention, norms and rotations as operators.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: Capabilities, is_plain: bool = False) -> None:
         super().__init__()
         c = self.capabilities = capabilities
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size))
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.blocks = nn.ModuleList(Block(c, is_plain) for _ in range(c.layers))
+        self.final_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
         self.head = None if c.tied_head else Linear(c.hidden_size, c.vocab_size)
         cos, sin = rotary_tables(c)
         self.register_buffer("cos", cos, persistent=False)

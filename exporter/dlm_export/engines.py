@@ -11,6 +11,7 @@ docs.nvidia.com/deeplearning/tensorrt (10.x, 11.x) and docs.nvidia.com/deeplearn
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -36,7 +37,7 @@ RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls th
 RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")
 WORKSPACE_BYTES = 1 << 30
 # Warnings that mean the engine would not compute the graph; all others are shown.
-FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "not supported")
+FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is ignored", "not supported")
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, over the weights: see BENCHMARKS.md
 DEVICE_OVERHEAD_BYTES = 768 << 20  # CUDA's context, kernels and the builder's own scratch on a device
 
@@ -248,8 +249,8 @@ def build_engine(
 ) -> Built:
     """Write the engine of a bundle's device graph to ``output``; the manifest is the caller's to change.
 
-    ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError, audit.AuditError before
-    anything is written. KeyboardInterrupt cancels the builder first.
+    ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError, audit.AuditError, OSError;
+    ``output`` is then the caller's to remove. KeyboardInterrupt cancels the builder first.
     """
     progress = progress or Silent()
     graph = manifest["graph"].get("device_file")
@@ -258,6 +259,9 @@ def build_engine(
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
         )
+    if options.timing_cache is not None and builder.kind == RTX:
+        # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails where there is no GPU.
+        raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
     default = manifest["presets"][manifest["default_preset"]]
     limits = limits_of(manifest["denoiser"], default["block_length"], options)
     weights = _weights_file(manifest)
@@ -265,31 +269,30 @@ def build_engine(
     found = check_memory(manifest["denoiser"], target, expected_bytes, limits, on_host=True)
     began = time.perf_counter()
     trt = builder.module
-    logger = _make_logger(trt)
+    logger = _logger(trt.ILogger)
+    logger.reset()
     trt_builder = trt.Builder(logger)
     network = trt_builder.create_network(_network_flags(trt))
     parser = trt.OnnxParser(network, logger)
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
-    asked = manifest["precision"].get("layers", {})
     table = audit.network_table(network)
+    asked = manifest["precision"].get("layers") or dict.fromkeys(table, manifest["graph"]["cache_dtype"])
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
     config = _make_config(trt, trt_builder, network, manifest, builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
-        plan = trt_builder.build_serialized_network(network, config)
-    _raise_logged(logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", plan is not None)
-    size = plan.nbytes
-    audit.check_size(size, expected_bytes, target.name, allow_fallback=options.allow_fallback)
+        succeeded = _serialise(trt, trt_builder, network, config, output)
+    _raise_logged(logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", succeeded)
+    audit.check_size(output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback)
     method = "network"
     device_bytes = found.device
     if builder.kind == TENSORRT:
         method = "inspector"
-        engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
+        engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
         _raise_logged(logger, f"the engine for {target.name} does not load again", engine is not None)
         information = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
         table = audit.inspector_table(information, table)
         audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    output.write_bytes(memoryview(plan))
     if options.timing_cache is not None:
         options.timing_cache.write_bytes(memoryview(config.get_timing_cache().serialize()))
     entry = {
@@ -307,6 +310,37 @@ def build_engine(
         "device_bytes": device_bytes,
     }
     return Built(target.name, entry | {"seal": seal(entry)}, round(time.perf_counter() - began, 3), logger.shown)
+
+
+def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
+    """Build the engine into a file; False: the logger has the reason.
+
+    A builder that writes in pieces never holds the whole engine beside the weights; older ones cannot.
+    """
+    if not hasattr(trt_builder, "build_serialized_network_to_stream"):
+        plan = trt_builder.build_serialized_network(network, config)
+        if plan is not None:
+            output.write_bytes(memoryview(plan))
+        return plan is not None
+
+    failures: list[OSError] = []
+    with output.open("wb") as file:
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+
+            def write(self, data: bytes) -> int:
+                try:
+                    return file.write(data)
+                except OSError as err:  # it must not cross the builder's frames
+                    failures.append(err)
+                    return 0
+
+        succeeded = bool(trt_builder.build_serialized_network_to_stream(network, config, Writer()))
+    if failures:
+        raise failures[0]
+    return succeeded
 
 
 def engine_file(target: Target) -> str:
@@ -329,13 +363,17 @@ def _network_flags(trt: Any) -> int:
     return 0 if flag is None else 1 << int(flag)  # TensorRT 11 knows no other networks
 
 
-def _make_logger(trt: Any) -> Any:
-    """An ILogger that keeps errors and warnings."""
-    levels = trt.ILogger.Severity
+@functools.cache
+def _logger(base: Any) -> Any:
+    """The ILogger that keeps errors and warnings: one a process, as TensorRT ignores all but the first while it lives."""
+    levels = base.Severity
 
-    class Logger(trt.ILogger):  # type: ignore[misc]
+    class Logger(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
+            self.reset()
+
+        def reset(self) -> None:
             self.errors: list[str] = []
             self.shown: list[str] = []
 

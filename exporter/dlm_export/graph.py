@@ -16,7 +16,8 @@ Inputs and outputs, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tok
 ``present_key.i``, ``present_value.i`` ``[B, Hkv, T, D]``          the T new rows
 =====================================  ==========================  =================================================
 
-ONNX operators at opset 23 (Attention, RotaryEmbedding, RMSNormalization are whole nodes there).
+ONNX operators at opset 23 (Attention, RotaryEmbedding, RMSNormalization are whole nodes there), or in elementary ones at
+opset 21 for TensorRT before 10.14, whose parser does not know those three.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 from dlm_calibration.formats import pack_nibbles
 from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
 
-OPSET = 23
+OPSET, PLAIN_OPSET = 23, 21
 TOP_K = 2  # confidence needs the best candidate, margin the best two
 LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
@@ -128,14 +129,14 @@ def output_names(layers: int) -> list[str]:
     return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
 
 
-def describe(capabilities: Capabilities, precision: str, *, for_device: bool = False) -> dict[str, Any]:
+def describe(capabilities: Capabilities, precision: str, *, for_device: bool = False, is_plain: bool = False) -> dict[str, Any]:
     """What the manifest says of the graph; ``for_device``: that there is a device graph too."""
     layers = capabilities.layers
     return {
         "file": GRAPH_FILE,
         **({"device_file": DEVICE_FILE} if for_device else {}),
         "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
-        "opset": OPSET,
+        "opset": PLAIN_OPSET if is_plain else OPSET,
         "top_k": TOP_K,
         "inputs": input_names(layers),
         "outputs": output_names(layers),
@@ -150,12 +151,15 @@ def data_bytes(capabilities: Capabilities, precision: str) -> int:
     return elements * PRECISIONS[precision].itemsize + 4 * c.vocab_size + padding
 
 
-def trace(capabilities: Capabilities, precision: str) -> Graph:
-    """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``PRECISIONS``."""
+def trace(capabilities: Capabilities, precision: str, *, is_plain: bool = False) -> Graph:
+    """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``PRECISIONS``.
+
+    ``is_plain``: in operators of opset 21.
+    """
     dtype = PRECISIONS[precision]
     c = capabilities
     with torch.device("meta"):
-        module = Pass(Denoiser(c)).eval()
+        module = Pass(Denoiser(c, is_plain)).eval()
     module.denoiser.to(dtype)
     B, T, S, R = 2, 7, 5, 3
     with torch.device("meta"):
@@ -191,8 +195,11 @@ def trace(capabilities: Capabilities, precision: str) -> Graph:
     passes.CommonSubexpressionEliminationPass()(passes.IdentityEliminationPass()(model).model)
     passes.RemoveUnusedNodesPass()(model)
     _name_axes(model, c)
-    for value in model.graph.initializers.values():
-        value.const_value = None  # torch's meta tensor; ``write`` gives the real one
+    if is_plain:  # all operators that are left have been the same since
+        model.graph.opset_imports[""] = PLAIN_OPSET
+    held = {name.removeprefix("denoiser.") for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    for name in held & model.graph.initializers.keys():
+        model.graph.initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
     return Graph(model, c, dtype)
 
 
@@ -221,7 +228,16 @@ def _simplify_reshapes(model: ir.Model) -> None:
     The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for nothing.
     """
     for node in model.graph:
-        if node.op_type != "Reshape" or node.outputs[0].shape is None:
+        if node.op_type != "Reshape":
+            continue
+        number, wanted = (ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None)
+        if number is not None and wanted is not None:  # which torch makes a list of
+            folded = ir.tensor(number.numpy().reshape(wanted.numpy()), name=f"{node.outputs[0].name}.value")
+            constant = ir.node("Constant", [], {"value": folded}, metadata_props=dict(node.metadata_props))
+            model.graph.insert_before(node, constant)
+            node.outputs[0].replace_all_uses_with(constant.outputs[0])
+            continue
+        if node.outputs[0].shape is None:
             continue
         dims = list(node.outputs[0].shape)
         if len(dims) < 3 or any(isinstance(dim, int) for dim in dims[:2]):

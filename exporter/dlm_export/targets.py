@@ -103,6 +103,11 @@ class Target:
         names = [name for name, recipe in meant.items() if not self.missing(_formats(recipe))]
         return (*self.full_precisions, *names, AUTO, STORED)
 
+    @property
+    def needs_plain_graph(self) -> bool:
+        """Whether its TensorRT may be JetPack 6's 10.3, whose parser does not know the operators of opset 23."""
+        return self.sm == 87
+
     def missing(self, formats: Iterable[str]) -> list[str]:
         """Those of ``formats`` of layers that the target does not take, each once."""
         return sorted(set(formats) - {HIGH, *self.formats})
@@ -367,6 +372,10 @@ def find_all(names: Sequence[str]) -> list[Target]:
         raise TargetError(f"target {', '.join(twice)} is given more than once: name each once")
     if len({target.engine for target in found}) > 1:
         raise TargetError(f"targets {', '.join(names)}: a bundle is for cpu or for GPUs; build two")
+    if len({target.needs_plain_graph for target in found}) > 1:
+        raise TargetError(
+            f"targets {', '.join(names)}: Orin's TensorRT takes an older, slower graph than the others; build two bundles"
+        )
     return found
 
 

@@ -12,7 +12,9 @@ class DlmError(Exception):
 
 
 class BundleError(DlmError):
-    """A bundle is missing, damaged, or of a version that this runtime does not know."""
+    """A bundle is missing, damaged, edited, or of a version that this runtime does not know."""
+
+    exit_code = 2
 
 
 class RequestError(DlmError, ValueError):

@@ -387,8 +387,10 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
     const auto length = static_cast<int32_t>(count);
     const auto most = static_cast<size_t>(engine.max_rows(length, 0));
     if (most == 0)
-      dlm::fail(DLM_INVALID_ARGUMENT, "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer tokens, or "
-                "build the engine again with a larger --canvas", length, engine.limits().c_str());
+      dlm::fail(DLM_INVALID_ARGUMENT,
+                "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer tokens, or build the engine "
+                "again with a larger --canvas",
+                length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;
     dlm_pass pass = dlm::prepare_pass(canvas, 0, length, buffers);
     for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {

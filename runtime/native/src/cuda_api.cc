@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <type_traits>
+
 #include "error.h"
 #include "library.h"
 
@@ -9,8 +11,8 @@ namespace dlm {
 namespace {
 
 constexpr char kAdvice[] =
-    "Install NVIDIA's driver (a Jetson's comes with JetPack), set DLM_CUDA_LIBRARY to its libcuda.so.1, or open the bundle with "
-    "engine \"onnxruntime\".";
+    "Install NVIDIA's driver (a Jetson's comes with JetPack), set DLM_CUDA_LIBRARY to its libcuda.so.1, or open the bundle "
+    "with engine \"onnxruntime\".";
 
 }  // namespace
 
@@ -50,12 +52,14 @@ CudaDevice::CudaDevice() {
                                     "needs none");
   cuda_.check(cuda_.cuDeviceGet(&device_, 0), "cuDeviceGet");
   char name[256] = "";
-  int major = 0, minor = 0;
+  const auto ask = [&](CUdevice_attribute attribute) {
+    int value = 0;
+    cuda_.check(cuda_.cuDeviceGetAttribute(&value, attribute, device_), "cuDeviceGetAttribute");
+    return value;
+  };
   cuda_.check(cuda_.cuDeviceGetName(name, sizeof name, device_), "cuDeviceGetName");
-  cuda_.check(cuda_.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device_), "cuDeviceGetAttribute");
-  cuda_.check(cuda_.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device_), "cuDeviceGetAttribute");
   name_ = one_line(name);
-  sm_ = 10 * major + minor;
+  sm_ = 10 * ask(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) + ask(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
   cuda_.check(cuda_.cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
 }
 

@@ -4,7 +4,10 @@
 
 #include <cuda.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <new>
 #include <string>
 
 namespace dlm {
@@ -46,7 +49,9 @@ class CudaDevice {
   // Makes the device's context the thread's for as long as it lives; what the caller had there comes back.
   class Use {
    public:
-    explicit Use(const CudaDevice& device) : cuda_(device.cuda_) { cuda_.check(cuda_.cuCtxPushCurrent(device.context_), "cuCtxPushCurrent"); }
+    explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
+      cuda_.check(cuda_.cuCtxPushCurrent(device.context_), "cuCtxPushCurrent");
+    }
     // For destructors: a context that cannot be made current any more has lost what they free.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_), is_pushed_(cuda_.cuCtxPushCurrent(device.context_) == CUDA_SUCCESS) {}

@@ -15,10 +15,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <list>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -321,6 +324,8 @@ class Session {
       fail(DLM_INTERNAL, "a pass of %d tokens, %d cached and %d rows, but the engine takes %s", pass.tokens, pass.cached, pass.rows,
            engine_.limits().c_str());
     key.rows = trt::rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
+    if (pass.entropy != nullptr && !has_entropy())
+      fail(DLM_UNSUPPORTED, "the engine has no output \"entropy\"; export it again with entropy");
     engine_.forget_errors();
     written_ = 0;
     fill_staging(pass, key.rows);
@@ -330,8 +335,6 @@ class Session {
       const size_t bytes = rows * static_cast<size_t>(engine_.graph().vocab_size) * sizeof *pass.logits;
       cuda_.check(cuda_.cuMemcpyDtoHAsync(pass.logits, output(kLogits), bytes, stream_.get()), "cuMemcpyDtoHAsync");
     }
-    if (pass.entropy != nullptr && !has_entropy())
-      fail(DLM_UNSUPPORTED, "the engine has no output \"entropy\"; export it again with entropy");
     synchronize();
     const auto take = [&](Staged part, auto* to, size_t count) {
       std::memcpy(to, staging_.host(staging_offsets_[part]), count * sizeof *to);
@@ -508,7 +511,7 @@ class Session {
     bool is_whole = true;
     try {
       enqueue(*known.context, known.key);
-    } catch (const Error&) {
+    } catch (...) {  // whatever it was, the capture has to be ended
       is_whole = false;
     }
     CUgraph captured = nullptr;

@@ -8,7 +8,7 @@
 
 namespace mock {
 
-// Counts a call; true if it shall fail, as $MOCK_CUDA_FAIL ("cuMemAlloc:2" the second call, "cuMemAlloc:*" all) says.
+// Counts a call; true if it shall fail, as $MOCK_CUDA_FAIL says: "cuMemAlloc:2,enqueueV3:*" is the second and all.
 bool note(const std::string& call);
 
 // "cuInit=1 cuMemAlloc=2 ...": calls so far, and what must never happen: bad_access, stale_graph.

@@ -4,7 +4,8 @@
 //   mock-engine
 //   denoiser LAYERS KV_HEADS HEAD_SIZE VOCAB MASK TOP_K CACHE_TYPE   (types are nvinfer1::DataType's numbers)
 //   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once a profile)
-// and, to be a wrong one: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan".
+// and, to be a wrong one: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan", "chatty" (reports an
+// error and goes on).
 // $MOCK_TRT_VERSION is its version (default 10.14.1.48). Calls fail where $MOCK_CUDA_FAIL says so.
 //
 // Stricter than TensorRT: an enqueue checks every address against the mock's device memory and the tensors against each other;
@@ -51,7 +52,7 @@ struct Plan {
     int32_t tokens[3], cached[3], rows[3];
   };
   std::vector<Range> profiles;
-  bool is_nan = false;
+  bool is_nan = false, is_chatty = false;
 
   // False if the text is no plan.
   bool read(const std::string& text) {
@@ -80,6 +81,8 @@ struct Plan {
         find(name)->is_on_host = true;
       } else if (word == "nan") {
         is_nan = true;
+      } else if (word == "chatty") {
+        is_chatty = true;
       }
       if (in.fail()) return false;
     }
@@ -204,6 +207,7 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
       mock::denoise(plan.shape, pass);
       if (plan.is_nan) pass.top_probs[0] = __builtin_nanf("");
     });
+    if (plan_.is_chatty) refuse("nothing to worry about");
     is_warm_ = true;
     return true;
   }
@@ -336,7 +340,7 @@ class MockEngine final : public nvinfer1::ICudaEngine, public nvinfer1::apiv::VC
   NOTHING(nvinfer1::TensorFormat getTensorFormat(const char*) const, nvinfer1::TensorFormat::kLINEAR)
   NOTHING(const char* getTensorFormatDesc(const char*) const, "")
   NOTHING(int32_t getTensorVectorizedDim(const char*) const, -1)
-  NOTHING(nvinfer1::HardwareCompatibilityLevel getHardwareCompatibilityLevel() const, nvinfer1::HardwareCompatibilityLevel::kNONE)
+  NOTHING(nvinfer1::HardwareCompatibilityLevel getHardwareCompatibilityLevel() const, {})
   NOTHING(int32_t getNbAuxStreams() const, 0)
   NOTHING(int32_t getTensorBytesPerComponentV2(const char*, int32_t) const, 0)
   NOTHING(int32_t getTensorComponentsPerElementV2(const char*, int32_t) const, 0)

@@ -1,4 +1,5 @@
-// Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback engine.
+// Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback engine and the contexts in
+// host memory, the decisions of the TensorRT engine.
 //
 // The core's classes are hidden in the library, so this program is compiled together with their sources. Prints
 // "N passed, N failed"; the exit status is 1 if one failed.
@@ -15,6 +16,7 @@
 #include "error.h"
 #include "json.h"
 #include "sha256.h"
+#include "trt_plan.h"
 
 namespace {
 
@@ -306,6 +308,49 @@ void test_host_contexts(Tally& tally) {
   CHECK_ERROR(none->open_context()->run(pass, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
+void test_tensorrt_plans(Tally& tally) {
+  using dlm::trt::choose_profile, dlm::trt::rows_bucket, dlm::trt::why_not;
+  dlm::EngineSpec engine;
+  engine.target = "mine", engine.builder = "tensorrt", engine.version = "10.14.1.48", engine.sm = {89, 120};
+  engine.prefill = {{1, 256, 512}, {0, 0, 0}, {1, 8, 64}};
+  engine.block = {{1, 32, 32}, {0, 256, 512}, {1, 8, 32}};
+  // Full passes are prefill's at any length, cached ones block's.
+  CHECK(choose_profile(engine, 512, 0) == 0 && choose_profile(engine, 8, 0) == 0 && choose_profile(engine, 8, 1) == 1);
+  CHECK(choose_profile(engine, 32, 512) == 1 && choose_profile(engine, 33, 1) == -1 && choose_profile(engine, 513, 0) == -1);
+  CHECK(choose_profile(engine, 1, 513) == -1);
+  engine.prefill.tokens.smallest = 64;  // then short ones are block's
+  CHECK(choose_profile(engine, 32, 0) == 1 && choose_profile(engine, 33, 0) == -1);
+  engine.prefill.cached = {0, 256, 512};  // and a prefill that takes cached rows takes what block does not
+  CHECK(choose_profile(engine, 100, 100) == 0 && choose_profile(engine, 32, 100) == 1);
+
+  const dlm::Sizes rows{1, 8, 30};
+  bool is_right = true;
+  for (int32_t tokens = 1; tokens <= 40; ++tokens)
+    for (int32_t wanted = 1; wanted <= std::min(tokens, 30); ++wanted) {
+      const int32_t bucket = rows_bucket(wanted, tokens, rows);
+      is_right = is_right && bucket >= wanted && bucket <= 30 && bucket <= tokens && bucket - wanted < 8;
+      is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
+    }
+  CHECK(is_right);
+  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);   // never fewer than the profile takes
+  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);   // never fewer than are wanted
+
+  const auto sizes = dlm::trt::largest(engine);
+  CHECK(sizes.tokens == 512 && sizes.cached == 512 && sizes.rows == 64);
+  CHECK((dlm::trt::lay_out({0, 1, 256, 257, 8}) == std::vector<size_t>{0, 256, 512, 768, 1280, 1536}));
+
+  CHECK(why_not(engine, {120, "tensorrt", "10.14.1.48"}).empty() && why_not(engine, {89, "tensorrt", "10.14.1.48"}).empty());
+  CHECK(why_not(engine, {121, "tensorrt", "10.14.1.48"}) == "built for SM 8.9, 12.0, this device is SM 12.1");
+  CHECK(why_not(engine, {120, "tensorrt", "10.14.1.4"}) ==
+        "built by tensorrt 10.14.1.48, the library here is tensorrt 10.14.1.4");
+  CHECK(why_not(engine, {120, "tensorrt_rtx", "10.14.1.48"}) ==
+        "built by tensorrt 10.14.1.48, the library here is tensorrt_rtx 10.14.1.48");
+  engine.prefill.cached = {0, 0, 0};
+  CHECK(dlm::trt::limits_text(engine) ==
+        "passes of 64..512 tokens that score up to 64 rows, and passes of 1..32 tokens over 0..512 cached ones that score up to "
+        "32 rows");
+}
+
 }  // namespace
 
 int main() {
@@ -318,6 +363,7 @@ int main() {
   test_sha256(tally);
   test_callback_engine(tally);
   test_host_contexts(tally);
+  test_tensorrt_plans(tally);
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
   return tally.failed == 0 ? 0 : 1;
 }

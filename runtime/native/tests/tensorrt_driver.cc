@@ -1,7 +1,9 @@
 // Generates with engine "tensorrt", over the mocks of CUDA and TensorRT, and with a callback engine that makes the same passes
 // in host memory, and compares. tests/test_native_tensorrt.py runs it, mostly under sanitizers.
 //
-//   tensorrt_driver BUNDLE [KEY=VALUE ...]   cache, commit, score, block, given, new, infill, rounds, threads, logits, engine
+//   tensorrt_driver BUNDLE [KEY=VALUE ...]   cache, commit, score, block, given, new, infill, rounds, threads, logits, engine,
+//                                            cycle: round r asks for r % cycle more tokens;
+//                                            alternate=1: every second round asks for no more
 //
 // Prints, a line each: "open STATUS text"; for every round and thread "round STATUS text", where text is "same" if both engines
 // gave the same canvas or logits; after every round "counts NAME=NUMBER ..."; last "live N".
@@ -22,7 +24,8 @@ namespace {
 std::map<std::string, std::string> options = {{"cache", "none"}, {"commit", "static"}, {"score", "confidence"},
                                               {"block", "8"},    {"given", "5"},       {"new", "24"},
                                               {"infill", "0"},   {"rounds", "1"},      {"threads", "1"},
-                                              {"logits", "0"},   {"engine", "tensorrt"}};
+                                              {"logits", "0"},   {"engine", "tensorrt"},
+                                              {"cycle", "1"},    {"alternate", "0"}};
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
@@ -49,7 +52,7 @@ struct Answer {
   dlm_stats stats{};
 };
 
-Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread) {
+Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int round) {
   Answer answer;
   dlm_policy policy;
   dlm_generate_options generate;
@@ -61,7 +64,8 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread) {
   policy.block_length = number("block");
   policy.threshold = 0.7;
   generate.policy = &policy;
-  generate.max_new_tokens = number("new") + thread;
+  const int more = number("alternate") == 0 ? round : round % 2 == 0 ? 0 : round / 2;
+  generate.max_new_tokens = number("new") + thread + more % number("cycle");
   const auto given = static_cast<size_t>(number("given"));
   std::vector<int32_t> canvas(given + static_cast<size_t>(generate.max_new_tokens));
   for (size_t i = 0; i < given; ++i)
@@ -125,14 +129,14 @@ int main(int argc, char** argv) {
       std::vector<std::thread> workers;
       for (size_t i = 0; i < threads; ++i)
         if (sessions[i]->status == DLM_OK)
-          workers.emplace_back([&, i] { answers[i] = ask(sessions[i]->handle, denoiser, static_cast<int>(i)); });
+          workers.emplace_back([&, i] { answers[i] = ask(sessions[i]->handle, denoiser, static_cast<int>(i), round); });
       for (std::thread& worker : workers) worker.join();
       for (size_t i = 0; i < threads; ++i) {
         if (sessions[i]->status != DLM_OK) {
           std::printf("round %s %s\n", dlm_status_name(sessions[i]->status), sessions[i]->message);
           continue;
         }
-        const Answer &ours = answers[i], theirs = ask(Session(callback).handle, denoiser, static_cast<int>(i));
+        const Answer &ours = answers[i], theirs = ask(Session(callback).handle, denoiser, static_cast<int>(i), round);
         const bool is_same = ours.canvas == theirs.canvas && ours.logits == theirs.logits && ours.stats.nfe == theirs.stats.nfe &&
                              ours.stats.cache_bytes == theirs.stats.cache_bytes && theirs.status == DLM_OK;
         std::printf("round %s %s\n", dlm_status_name(ours.status),

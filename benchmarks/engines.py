@@ -1,0 +1,107 @@
+"""TensorRT-RTX engines built without a GPU: seconds, peak memory, sizes, and what the audit found.
+
+    python benchmarks/engines.py [--sizes demo,134M] [--precisions fp16,bf16,int8,int4,fp8,nvfp4,mixed]
+                                 [--targets rtx4090,rtx5090,gb10] [--json FILE]
+
+The bundle is built once a precision, without engines; each engine then by `dlm-export engine` in a process of its own. Peak
+memory is that process's largest resident set, mapped files included, over the size of the bundle's weights. Random denoisers
+are calibrated on few random ids and not judged: what is measured is the builder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from shapes import ROOT, checkpoint, machine
+
+from dlm_export import targets
+
+CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
+LEAST_TARGET = {"nvfp4": "rtx5090", "mixed": "rtx5090"}  # the bundle is built for; others go by their SM
+
+
+def bundle(size: str, precision: str) -> Path:
+    """A bundle with a device graph and no engine, built once under build/."""
+    output = ROOT / "build" / "benchmarks" / f"engines-{size}-{precision}"
+    if not (output / "manifest.json").is_file():
+        source = ROOT / "examples" / "demo-denoiser" if size == "demo" else checkpoint(size)
+        target = LEAST_TARGET.get(precision, "rtx4090")
+        options = ["--target", target, "--precision", precision, "--no-engine", "--no-verify", "--force", "--json"]
+        calibration = [] if precision in targets.find(target).full_precisions else list(CALIBRATION)
+        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), *options, *calibration]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return output
+
+
+def measure(size: str, precision: str, target: str) -> dict[str, Any]:
+    """Build one engine; seconds of the process and of the builder, peak resident bytes as the kernel reports them."""
+    folder = bundle(size, precision)
+    command = [sys.executable, "-m", "dlm_export.cli", "engine", str(folder), "--target", target, "--force", "--json"]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    if status:
+        raise SystemExit(f"{' '.join(command)}: failed")
+    entry = json.loads(text)
+    weights = (folder / "denoiser.onnx.data").stat().st_size
+    engine = (folder / entry["file"]).stat().st_size
+    peak = usage.ru_maxrss * 1024
+    return {
+        "size": size,
+        "precision": precision,
+        "target": target,
+        "builder": f"{entry['builder']} {entry['version']}",
+        "seconds": round(seconds, 1),
+        "build_s": entry["seconds"],
+        "weights_bytes": weights,
+        "engine_bytes": engine,
+        "engine_over_weights": round(engine / weights, 2),
+        "peak_rss_bytes": peak,
+        "peak_over_weights": round(peak / weights, 2),
+        "device_bytes": entry["device_bytes"],
+        "audit": entry["audit"]["method"],
+        "held": dict(Counter(entry["audit"]["layers"].values())),
+        "fallbacks": len(entry["audit"]["fallbacks"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="demo,134M")
+    parser.add_argument("--precisions", default="fp16,bf16,int8,int4,fp8,nvfp4,mixed")
+    parser.add_argument("--targets", default="rtx4090,rtx5090,gb10")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for size in arguments.sizes.split(","):
+        for precision in arguments.precisions.split(","):
+            for target in arguments.targets.split(","):
+                if precision not in targets.find(target).precisions:
+                    print(f"{size:>5} {precision:>6} {target}: not a precision of this target", flush=True)
+                    continue
+                rows.append(row := measure(size, precision, target))
+                print(
+                    f"{size:>5} {precision:>6} {target:>8}: {row['build_s']:6.1f} s, weights {row['weights_bytes'] / 2**20:7.1f} MiB, "
+                    f"engine {row['engine_bytes'] / 2**20:7.1f} MiB, peak {row['peak_rss_bytes'] / 2**20:7.0f} MiB "
+                    f"({row['peak_over_weights']:.2f} x weights), held {row['held']}, {row['fallbacks']} fallbacks",
+                    flush=True,
+                )
+    if arguments.json:
+        named = machine() | {"tensorrt_rtx": metadata.version("tensorrt-rtx-cu13-bindings")}
+        arguments.json.write_text(json.dumps({"machine": named, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Bundles for GPUs that the tests of engines share, each built once a session, and what the tests do to copies of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from click.testing import CliRunner, Result
+
+from dlm_export import graph
+from dlm_export.build import QuantiseOptions, build
+from dlm_export.bundle import finish
+from dlm_export.cli import main
+from dlm_export.engines import EngineOptions
+from dlm_export.samples import CalibrationOptions
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo-denoiser"
+SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
+# Every format that TensorRT-RTX builds, on every kind of device it is built for that takes it.
+BUILDS = {
+    "fp16": ("rtx5090",),
+    "bf16": ("rtx5090",),
+    "int8": ("rtx5090",),
+    "int4": ("rtx5090",),
+    "fp8": ("rtx4090", "rtx5090"),
+    "nvfp4": ("rtx5090",),
+    "mixed": ("rtx5090", "gb10"),
+}
+LONGEST, BLOCK = 512, 32  # the demo's canvas and its default preset's block, in tokens
+
+_trace = graph.trace
+_traces: dict[tuple[object, ...], graph.Graph] = {}
+_bundles: dict[tuple[object, ...], Path] = {}
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # they go when the session ends
+
+
+def _traced(*arguments: Any, **options: Any) -> graph.Graph:
+    key = *arguments, *sorted(options.items())
+    if key not in _traces:
+        _traces[key] = _trace(*arguments, **options)
+    return _traces[key].clone()
+
+
+def gpu_bundle(
+    precision: str,
+    *targets: str,
+    source: Path = DEMO,
+    activations: str | None = None,
+    engines: bool = False,
+    rotate_down: bool = False,
+) -> Path:
+    """A bundle of ``source`` for GPUs, not to be changed; ``engines``: with those that TensorRT-RTX builds here.
+
+    Tracing takes most of a build, and gives the same graph every time: it is done once a denoiser and precision.
+    """
+    key = (precision, targets, source, activations, engines, rotate_down)
+    if key not in _bundles:
+        _folders.append(tempfile.TemporaryDirectory())
+        output = Path(_folders[-1].name) / "bundle"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graph, "trace", _traced)
+            build(
+                source,
+                output,
+                target=targets,
+                precision=precision,
+                activations=activations,
+                engine=EngineOptions() if engines else None,
+                check_parity=False,
+                options=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
+            )
+        _bundles[key] = output
+    return _bundles[key]
+
+
+def demo_engines(precision: str) -> Path:
+    """The demo with the engines of ``BUILDS``, not to be changed."""
+    return gpu_bundle(precision, *BUILDS[precision], engines=True)
+
+
+def copy_of(bundle: Path, to: Path) -> Path:
+    """A bundle that a test may change."""
+    return Path(shutil.copytree(bundle, to))
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())
+    return manifest
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder by its name."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edit_device_graph(bundle: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+    """Change ``device.onnx`` of a bundle in place; the manifest's hashes go along, as a defect of the exporter's would."""
+    path = bundle / "device.onnx"
+    model = onnx.load(path, load_external_data=False)
+    edit(model)
+    onnx.save(model, path)
+    manifest = read_manifest(bundle)
+    del manifest["files"]
+    finish(bundle, manifest)
+
+
+def dlm_export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(result: Result, code: int, says: Sequence[str]) -> None:
+    """A command that ended with ``code`` and one line that has all of ``says``."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    for text in says:
+        assert text in result.stderr, result.stderr

@@ -1,0 +1,118 @@
+"""Writes tests/golden/tensorrt_api.json: the part of TensorRT's Python API that engines are built with, as the bindings have it.
+
+Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs. The bindings bring no stubs;
+pybind11 writes each signature into the docstring. A class is ``{"methods": {name: [signature, ...]}, "properties": {name:
+whether it can be set}}``, a signature a list of ``[argument, type, whether it has a default]`` without self, or null for a
+method that engines are built without; an enumeration is its members and their numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).parent / "golden" / "tensorrt_api.json"
+# Class -> the methods of which the signature is kept; of all others the name alone.
+CLASSES: dict[str, tuple[str, ...]] = {
+    "Builder": (
+        "__init__",
+        "build_serialized_network",
+        "build_serialized_network_to_stream",
+        "create_builder_config",
+        "create_network",
+        "create_optimization_profile",
+    ),
+    "EngineInspector": ("get_engine_information",),
+    "IBuilderConfig": (
+        "add_optimization_profile",
+        "create_timing_cache",
+        "get_timing_cache",
+        "set_compute_capability",
+        "set_memory_pool_limit",
+        "set_timing_cache",
+    ),
+    "ICudaEngine": ("create_engine_inspector",),
+    "IHostMemory": (),
+    "ILayer": ("get_input", "get_output"),
+    "ILogger": ("__init__", "log"),
+    "INetworkDefinition": ("get_input", "get_layer"),
+    "IOptimizationProfile": ("set_shape",),
+    "IProgressMonitor": ("__init__", "phase_finish", "phase_start", "step_complete"),
+    "IStreamWriter": ("__init__",),
+    "ITensor": (),
+    "ITimingCache": ("serialize",),
+    "OnnxParser": ("__init__", "parse_from_file"),
+    "Runtime": ("__init__", "deserialize_cuda_engine"),
+}
+ENUMS = (
+    "ComputeCapability",
+    "DataType",
+    "ILogger.Severity",
+    "LayerInformationFormat",
+    "LayerType",
+    "MemoryPoolType",
+    "NetworkDefinitionCreationFlag",
+    "ProfilingVerbosity",
+)
+
+
+def signatures(name: str, text: str) -> list[list[list[Any]]]:
+    """Those that a docstring opens or lists, without self."""
+    found = []
+    for line in re.findall(rf"^(?:\d+\. )?({name}\(.*\)) -> ", text, re.MULTILINE):
+        if line == f"{name}(*args, **kwargs)":
+            continue  # the heading of an overloaded method
+        # Defaults that are no literals come as <...>, classes that have no binding as in C++.
+        code = re.sub(r"\w+::", "", re.sub(r"<[^<>]*>", "...", line))
+        arguments = ast.parse(f"def {code}: ...").body[0].args  # type: ignore[attr-defined]
+        first_default = len(arguments.args) - len(arguments.defaults)
+        found.append(
+            [
+                [argument.arg, ast.unparse(argument.annotation).rpartition(".")[2], i >= first_default]
+                for i, argument in enumerate(arguments.args)
+                if argument.arg != "self"
+            ]
+        )
+    return found
+
+
+def describe(of: type, kept: tuple[str, ...]) -> dict[str, Any]:
+    """Methods and properties of a class of the bindings."""
+    methods: dict[str, Any] = {}
+    properties = {}
+    for name, member in inspect.getmembers(of):
+        if isinstance(member, property):
+            properties[name] = member.fset is not None
+        elif callable(member) and not isinstance(member, type) and (not name.startswith("_") or name in kept):
+            methods[name] = signatures(name, member.__doc__ or "") if name in kept else None
+    return {"methods": methods, "properties": properties}
+
+
+def main() -> None:
+    import tensorrt_rtx_libs  # noqa: F401  (loads the libraries that the bindings link)
+    import tensorrt_rtx_bindings as trt
+
+    enums = {}
+    for name in ENUMS:
+        found = trt
+        for part in name.split("."):
+            found = getattr(found, part)
+        enums[name] = {member: int(value) for member, value in found.__members__.items()}
+    golden = {
+        "made_by": "tests/make_tensorrt_api.py",
+        "module": f"tensorrt_rtx_bindings {trt.__version__}",
+        "classes": {name: describe(getattr(trt, name), kept) for name, kept in CLASSES.items()},
+        "enums": enums,
+    }
+    text = json.dumps(golden, indent=1)
+    for _ in range(2):  # innermost first: a signature a line, for the file is read when it changes
+        text = re.sub(r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    GOLDEN.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

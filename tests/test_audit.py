@@ -1,0 +1,252 @@
+"""The audit fails closed: a device graph that lost a quantisation names the layer, and no engine is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from dlm_export import audit
+from dlm_export.audit import AuditError
+from engine_bundles import contents, copy_of, dlm_export, edit_device_graph, gpu_bundle, read_manifest, refused
+
+BF16 = TensorProto.BFLOAT16
+# Both operands of each are quantised by themselves in one and shared with its neighbours in the other.
+OWN, SHARED = "blocks.1.mlp.down", "blocks.2.attention.k"
+
+
+def _matmul(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.name == f"{layer}/MatMul")
+
+
+def _producer(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if name in node.output)
+
+
+def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarray) -> str:
+    model.graph.initializer.append(helper.make_tensor(name, dtype, array.shape, array.tobytes(), raw=True))
+    return name
+
+
+def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
+    """What dequantises a layer's codes; NVFP4 transposes them afterwards."""
+    node = _producer(model, _matmul(model, layer).input[1])
+    return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])
+
+
+def _shape(model: onnx.ModelProto, name: str) -> tuple[int, ...]:
+    return tuple(next(value for value in model.graph.initializer if value.name == name).dims)
+
+
+def drop_weight_pair(model: onnx.ModelProto, layer: str) -> None:
+    """The weight as it was before quantisation, in the activations' type."""
+    node = _matmul(model, layer)
+    shape = _shape(model, _dequantiser(model, layer).input[0])
+    is_transposed = _producer(model, node.input[1]).op_type == "Transpose"
+    values = np.full(shape[::-1] if is_transposed else shape, 0.01, ml_dtypes.bfloat16)
+    node.input[1] = _initializer(model, f"{layer}.weight", BF16, values)
+
+
+def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
+    """The input as it is, neither quantised nor dequantised."""
+    node = _matmul(model, layer)
+    quantise = _producer(model, _producer(model, node.input[0]).input[0])
+    assert quantise.op_type in ("QuantizeLinear", "TRT_FP4DynamicQuantize")
+    node.input[0] = quantise.input[0]
+
+
+def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
+    """The input in FP8 instead of what it was."""
+    drop_activation_pair(model, layer)
+    node = _matmul(model, layer)
+    scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))
+    zero = _initializer(model, f"{layer}.other_zero", TensorProto.FLOAT8E4M3FN, np.zeros((), ml_dtypes.float8_e4m3fn))
+    codes, wide = f"{layer}.other_codes", f"{layer}.other_input"
+    made = [
+        helper.make_node("QuantizeLinear", [node.input[0], scale, zero], [codes], f"{layer}/QuantizeLinear.9"),
+        helper.make_node("DequantizeLinear", [codes, scale], [wide], f"{layer}/DequantizeLinear.9"),
+    ]
+    at = list(model.graph.node).index(node)
+    node.input[0] = wide
+    for new in reversed(made):
+        model.graph.node.insert(at, new)
+
+
+def halve_groups(model: onnx.ModelProto, layer: str) -> None:
+    """INT4 in groups of 32 instead of 64."""
+    dequantise = _dequantiser(model, layer)
+    inputs, outputs = _shape(model, dequantise.input[0])
+    scales = np.full((inputs // 32, outputs), 0.01, ml_dtypes.bfloat16)
+    dequantise.input[1] = _initializer(model, f"{layer}.other_scales", BF16, scales)
+    next(attribute for attribute in dequantise.attribute if attribute.name == "block_size").i = 32
+
+
+def remove_layer(model: onnx.ModelProto, layer: str) -> None:
+    """The layer's input as its output; the matrix has to be square."""
+    node = _matmul(model, layer)
+    del node.input[1]
+    node.op_type, node.name = "Identity", f"{layer}/Identity"
+
+
+def widen(model: onnx.ModelProto, layer: str) -> None:
+    """A matrix multiplication in fp32 inside a graph in fp16."""
+    node = _matmul(model, layer)
+    at = list(model.graph.node).index(node)
+    values = np.full(_shape(model, node.input[1]), 0.01, np.float32)
+    node.input[1] = _initializer(model, f"{layer}.wide", TensorProto.FLOAT, values)
+    before = helper.make_node("Cast", [node.input[0]], [f"{layer}.x"], f"{layer}/Cast.9", to=TensorProto.FLOAT)
+    after = helper.make_node("Cast", [f"{layer}.y"], [node.output[0]], f"{layer}/Cast.10", to=TensorProto.FLOAT16)
+    node.input[0], node.output[0] = f"{layer}.x", f"{layer}.y"
+    model.graph.node.insert(at + 1, after)
+    model.graph.node.insert(at, before)
+
+
+Edit = Callable[[onnx.ModelProto, str], None]
+MUTATIONS: list[tuple[str, Edit, str, str]] = [
+    ("fp8", drop_weight_pair, OWN, "activations fp8"),
+    ("fp8", drop_weight_pair, SHARED, "activations fp8"),
+    ("fp8", drop_activation_pair, OWN, "activations in full"),
+    ("fp8", drop_activation_pair, SHARED, "activations in full"),
+    ("nvfp4", drop_weight_pair, OWN, "weights in full"),
+    ("nvfp4", drop_activation_pair, OWN, "nvfp4-weight"),
+    ("nvfp4", drop_activation_pair, SHARED, "nvfp4-weight"),
+    ("nvfp4", fp8_activations, OWN, "activations fp8"),
+    ("int4", drop_weight_pair, OWN, "bfloat16"),
+    ("int4", halve_groups, SHARED, "int4-g32"),
+    ("int8", drop_weight_pair, SHARED, "bfloat16"),
+]
+
+
+@pytest.fixture
+def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the demo in the precision that the test names, without an engine."""
+    pytest.importorskip("tensorrt_rtx_bindings")
+    return copy_of(gpu_bundle(request.param, "rtx5090"), tmp_path / request.param)
+
+
+def _parameters(mutations: list[tuple[str, Edit, str, str]]) -> Any:
+    ids = [f"{precision}-{edit.__name__}-{layer}" for precision, edit, layer, _ in mutations]
+    return pytest.mark.parametrize(("bundle", "edit", "layer", "held"), mutations, ids=ids, indirect=["bundle"])
+
+
+@_parameters(MUTATIONS)
+def test_a_layer_that_lost_its_quantisation_is_named_and_no_engine_written(
+    bundle: Path, edit: Edit, layer: str, held: str
+) -> None:
+    edit_device_graph(bundle, lambda model: edit(model, layer))
+    before, asked = contents(bundle), read_manifest(bundle)["precision"]["layers"][layer]
+    result = dlm_export("engine", bundle, "--target", "rtx5090")
+    refused(result, 3, ["was not written", "1 of 43 layers are not as asked", f"{layer} is ", held, f"{asked} was asked for"])
+    assert result.stderr.count("was asked for") == 1, "other layers are named too"
+    assert contents(bundle) == before
+
+
+@pytest.mark.parametrize("bundle", ["fp16"], indirect=True)
+def test_a_layer_of_a_full_precision_bundle_that_was_widened_is_named(bundle: Path) -> None:
+    edit_device_graph(bundle, lambda model: widen(model, SHARED))
+    before = contents(bundle)
+    result = dlm_export("engine", bundle, "--target", "rtx5090")
+    refused(result, 3, ["1 of 43 layers are not as asked", f"{SHARED} is float32, float16 was asked for"])
+    assert contents(bundle) == before
+
+
+@_parameters([MUTATIONS[2], MUTATIONS[4], MUTATIONS[9]])
+def test_an_allowed_fallback_is_in_the_manifest_and_told(bundle: Path, edit: Edit, layer: str, held: str) -> None:
+    edit_device_graph(bundle, lambda model: edit(model, layer))
+    result = dlm_export("engine", bundle, "--target", "rtx5090", "--allow-fallback")
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(bundle)
+    found = manifest["engines"]["rtx5090"]["audit"]
+    asked = manifest["precision"]["layers"][layer]
+    assert list(found["fallbacks"]) == [layer]
+    assert found["fallbacks"][layer]["asked"] == asked
+    assert held in found["fallbacks"][layer]["held"] == found["layers"][layer]
+    assert f"Warning: {layer} is " in result.stderr
+
+
+@pytest.mark.parametrize("bundle", ["nvfp4"], indirect=True)
+def test_a_missing_layer_is_never_allowed(bundle: Path) -> None:
+    layer = "blocks.3.attention.out"
+    edit_device_graph(bundle, lambda model: remove_layer(model, layer))
+    before = contents(bundle)
+    for allow in ((), ("--allow-fallback",)):
+        refused(dlm_export("engine", bundle, "--target", "rtx5090", *allow), 3, [f"has no layer {layer}"])
+    assert contents(bundle) == before
+
+
+def test_the_rotation_in_front_of_a_layer_is_not_taken_for_the_layer() -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    bundle = gpu_bundle("int8", "rtx5090", engines=True, rotate_down=True)
+    graph = onnx.load(bundle / "device.onnx", load_external_data=False).graph
+    assert any(node.name == "blocks.0.mlp.down/MatMul.2" for node in graph.node)
+    found = read_manifest(bundle)["engines"]["rtx5090"]["audit"]
+    assert found["layers"]["blocks.0.mlp.down"] == "int8-weight"
+    assert found["fallbacks"] == {}
+
+
+# ---- Size ----
+
+
+@pytest.mark.parametrize("weights_bytes", [1 << 30, 17 << 30])
+def test_an_engine_of_another_size_than_its_weights_is_refused(weights_bytes: int) -> None:
+    for engine_bytes in (2 * weights_bytes, weights_bytes // 2, 0):
+        with pytest.raises(AuditError) as caught:
+            audit.check_size(engine_bytes, weights_bytes, "thor", allow_fallback=False)
+        assert f"{engine_bytes:,}" in str(caught.value)
+        assert f"{weights_bytes:,}" in str(caught.value)
+        audit.check_size(engine_bytes, weights_bytes, "thor", allow_fallback=True)
+    audit.check_size(weights_bytes + (30 << 20), weights_bytes, "thor", allow_fallback=False)
+
+
+# ---- The inspector's report ----
+
+
+def _report(*layers: dict[str, Any]) -> str:
+    return json.dumps({"Layers": list(layers), "Bindings": []})
+
+
+def _layer(paths: list[str], *types: str) -> dict[str, Any]:
+    return {
+        "Name": "__myl_Fused_myl0_7",
+        "LayerType": "gemm",
+        "Inputs": [{"Name": f"x{i}", "Dimensions": [1, 32, 192], "Format/Datatype": each} for i, each in enumerate(types)],
+        "Outputs": [{"Name": "y", "Dimensions": [1, 32, 192], "Format/Datatype": "Half"}],
+        "Metadata": "\x1e".join(f"[ONNX Layer: {path}/MatMul]" for path in paths),
+    }
+
+
+@pytest.mark.parametrize(
+    ("expected", "types", "found"),
+    [
+        ("fp8", ("FP8", "FP8"), "fp8"),
+        ("fp8", ("Row major linear FP8 format", "Float"), "fp8"),
+        ("fp8", ("Half", "Half"), "Half"),
+        ("nvfp4", ("FP4E2M1", "FP8"), "nvfp4"),
+        ("nvfp4", ("FP8", "FP8"), "FP8"),
+        ("nvfp4", ("BFloat16", "Half"), "BFloat16 and Half"),
+        ("int8-weight", ("Half", "Int8"), "int8-weight"),
+        ("int4-g64", ("Half", "Int8"), "Half and Int8"),
+        ("fp8", (), "nowhere"),
+    ],
+)
+def test_the_inspectors_types_bear_out_a_format_or_are_named(expected: str, types: tuple[str, ...], found: str) -> None:
+    report = _report(_layer(["blocks.0.q", "blocks.0.k"], *types), _layer(["blocks.0.v"], "FP4", "FP8", "Int8", "Int4"))
+    assert audit.inspector_table(report, {"blocks.0.k": expected})["blocks.0.k"] == found
+
+
+def test_a_path_is_not_taken_for_another_that_it_ends() -> None:
+    report = _report(_layer(["blocks.10.q"], "FP8"), _layer(["blocks.0.q"], "Half"))
+    assert audit.inspector_table(report, {"blocks.0.q": "fp8", "0.q": "fp8"}) == {"blocks.0.q": "Half", "0.q": "nowhere"}
+
+
+@pytest.mark.parametrize("report", ["", "{", "[]", "null", '{"Layers": ["gemm", "kgen"]}', "{}", '{"Layers": {}}'])
+def test_a_report_without_layers_fails_the_audit(report: str) -> None:
+    with pytest.raises(AuditError):
+        audit.inspector_table(report, {"blocks.0.q": "fp8"})

@@ -1,0 +1,234 @@
+"""What is built is what was judged: device.onnx, which engines are built from, computes what denoiser.onnx computes.
+
+On tiny random denoisers. ONNX Runtime runs both where it has the operators; TensorRT's own operator and bf16 go through
+onnx.reference, with NVFP4 written here from its definition and from nothing of ours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from safetensors.numpy import load_file
+
+from dlm_calibration.formats import pack_nibbles, quantise_weight
+from engine_bundles import gpu_bundle
+
+BF16 = ml_dtypes.bfloat16
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # half the distance of two numbers at 1
+
+
+def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """E2M1 codes and E4M3 group scales of ``x`` [.., K]: groups of 16, their scale amax / (6 * scale), 1 for zeros."""
+    wide, whole = x.astype(np.float32), np.float32(scale)
+    groups = wide.reshape(*x.shape[:-1], -1, 16)
+    wanted = np.abs(groups).max(-1) / (np.float32(6) * whole)
+    wanted[wanted == 0] = 1
+    group_scales = np.clip(wanted, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn)
+    scaled = groups / (group_scales.astype(np.float32) * whole)[..., None]
+    return scaled.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).reshape(x.shape), group_scales
+
+
+def nvfp4_values(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """``x`` rounded to NVFP4, fp32."""
+    codes, group_scales = nvfp4(x, scale)
+    each = np.repeat(group_scales.astype(np.float32) * np.float32(scale), 16, axis=-1)
+    values: np.ndarray = codes.astype(np.float32) * each
+    return values
+
+
+class TRT_FP4DynamicQuantize(OpRun):
+    """TensorRT's operator for onnx.reference."""
+
+    op_domain = "trt"
+
+    def _run(self, x: np.ndarray, scale: np.ndarray, axis: int, block_size: int, scale_type: int) -> tuple[np.ndarray, ...]:
+        assert (axis, block_size, scale_type) == (-1, 16, onnx.TensorProto.FLOAT8E4M3FN)
+        return nvfp4(x, scale)
+
+
+@pytest.fixture(scope="module", params=["llada", "dream"])
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(f"{request.param}_checkpoint")
+    return path
+
+
+def _bundle(checkpoint: Path, precision: str, activations: str, target: str = "rtx5090") -> Path:
+    full = precision in ("fp16", "bf16")
+    return gpu_bundle(precision, target, source=checkpoint, activations=None if full else activations)
+
+
+def _feed(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """A pass of 7 tokens over 5 cached ones, 3 rows scored."""
+    rng = np.random.default_rng(5)
+    T, S = 7, 5
+    feed = {
+        "input_ids": rng.integers(0, 150, (1, T)),
+        "position_ids": np.arange(S, S + T)[None],
+        "score_rows": np.array([[0, 3, 6]]),
+    }
+    for value in model.graph.input[3:]:
+        kind = value.type.tensor_type
+        heads, size = kind.shape.dim[1].dim_value, kind.shape.dim[3].dim_value
+        dtype = BF16 if kind.elem_type == onnx.TensorProto.BFLOAT16 else np.float16
+        feed[value.name] = rng.standard_normal((1, heads, S, size)).astype(dtype)
+    return feed
+
+
+def _session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    # As written: fused kernels round elsewhere, by how a graph is written.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _reference(model: onnx.ModelProto, names: list[str], feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Values of any tensors of a graph, by onnx.reference."""
+    wanted = onnx.ModelProto()
+    wanted.CopyFrom(model)
+    del wanted.graph.output[:]
+    wanted.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    found: list[np.ndarray] = ReferenceEvaluator(wanted, new_ops=[TRT_FP4DynamicQuantize]).run(names, feed)
+    return found
+
+
+IN_FP16 = [("fp16", "rtx4090"), ("int8", "rtx4090"), ("int8-static", "rtx4090"), ("int4", "rtx4090"), ("fp8", "rtx4090")]
+IN_FP16 += [("fp16", "agx-orin"), ("int8", "agx-orin"), ("int4", "agx-orin")]  # operators of opset 21, not of 23
+
+
+@pytest.mark.parametrize(("precision", "target"), IN_FP16)
+def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(checkpoint: Path, precision: str, target: str) -> None:
+    bundle = _bundle(checkpoint, precision, "fp16", target)
+    feed = _feed(onnx.load(bundle / "device.onnx", load_external_data=False))
+    # The same values by the same kernels: INT8's zero of 128 on a CPU and of 0 in TensorRT is no other value.
+    judged, device = (_session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx"))
+    for ours, theirs in zip(device, judged, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("precision", "activations", "tolerance"),
+    [
+        # Matrix products round their inner sums elsewhere: a few roundings of the logits' range.
+        ("bf16", "bf16", 4 * 2.0**-8),
+        ("int8", "bf16", 4 * 2.0**-8),
+        ("int4", "bf16", 4 * 2.0**-8),
+        # An input that falls on the other side of a rounding boundary takes the neighbouring code, 1/16 or 1/4 away: with 64
+        # inputs a layer, a handful of these move a logit. What has no such boundary is exact to a rounding, below.
+        ("fp8", "bf16", 0.08),
+        ("nvfp4", "fp16", 0.16),
+        ("nvfp4", "bf16", 0.16),
+    ],
+)
+def test_a_device_graph_computes_what_was_judged(checkpoint: Path, precision: str, activations: str, tolerance: float) -> None:
+    bundle = _bundle(checkpoint, precision, activations)
+    model, judged = onnx.load(bundle / "device.onnx"), onnx.load(bundle / "denoiser.onnx")
+    names = [value.name for value in judged.graph.output if value.name.startswith(("logits", "present"))]
+    feed = _feed(model)
+    for name, ours, theirs in zip(names, _reference(model, names, feed), _reference(judged, names, feed), strict=True):
+        expected = theirs.astype(np.float32)
+        worst = float(np.abs(ours.astype(np.float32) - expected).max() / np.ptp(expected))
+        assert worst <= tolerance, f"{name}: {worst:.3f} of its range"
+
+
+def _operands(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
+    """Layer -> names of the two operands of its multiplication; the graphs call layers in their nodes' metadata."""
+    found = {}
+    for node in model.graph.node:
+        if node.op_type == "MatMul":
+            layer = next(entry.value for entry in node.metadata_props if entry.key == "dlm_export.layer")
+            found[layer] = node.input[0], node.input[1]
+    assert len(found) == 2 * 7 + 1
+    return found
+
+
+@pytest.mark.parametrize("activations", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8", "nvfp4"])
+def test_the_weights_of_both_graphs_are_the_same_values(checkpoint: Path, precision: str, activations: str) -> None:
+    bundle = _bundle(checkpoint, precision, activations)
+    values = []
+    for name in ("device.onnx", "denoiser.onnx"):
+        model = onnx.load(bundle / name)
+        operands = _operands(model)
+        found = _reference(model, [weight for _, weight in operands.values()], _feed(onnx.load(bundle / "device.onnx")))
+        values.append(dict(zip(operands, (array.astype(np.float32) for array in found), strict=True)))
+    device, judged = values
+    assert device.keys() == judged.keys()
+    for layer, ours in device.items():
+        # NVFP4's two scales are multiplied in the graph's type by TensorRT's form and in fp32 by ONNX Runtime's: the product
+        # is rounded once more, and the value again.
+        limit = 2 * ROUNDING[activations] if precision == "nvfp4" else 0.0
+        assert np.all(np.abs(ours - judged[layer]) <= limit * np.abs(judged[layer])), layer
+
+
+@pytest.mark.parametrize("activations", ["fp16", "bf16"])
+def test_both_graphs_round_activations_to_nvfp4_as_it_is_defined(checkpoint: Path, activations: str) -> None:
+    bundle = _bundle(checkpoint, "nvfp4", activations)
+    for name, op_type in (("device.onnx", "TRT_FP4DynamicQuantize"), ("denoiser.onnx", "NVFP4QuantizeDequantize")):
+        model = onnx.load(bundle / name)
+        makers = {output: node for node in model.graph.node for output in node.output}
+        pairs, layers = [], []
+        for layer, (operand, _) in _operands(model).items():
+            node = makers[operand]
+            while node.op_type in ("Cast", "DequantizeLinear"):
+                node = makers[node.input[0]]
+            if node.op_type == op_type:
+                pairs += [node.input[0], node.input[1], operand]
+                layers.append(layer)
+        assert len(layers) == 14
+        arrays = _reference(model, pairs, _feed(onnx.load(bundle / "device.onnx")))
+        for layer, x, scale, rounded in zip(layers, arrays[0::3], arrays[1::3], arrays[2::3], strict=True):
+            expected = nvfp4_values(x, scale)
+            error = np.abs(rounded.astype(np.float32) - expected)
+            assert np.all(error <= 2 * ROUNDING[activations] * np.abs(expected)), (name, layer)
+
+
+# ---- Bytes ----
+
+
+def _external(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
+    """Initialiser -> location, offset and length of those outside the graph's file."""
+    return {
+        value.name: {entry.key: entry.value for entry in value.external_data}
+        for value in model.graph.initializer
+        if value.external_data
+    }
+
+
+@pytest.mark.parametrize(("precision", "target"), [("fp16", "rtx5090"), ("nvfp4", "rtx5090"), ("int4", "agx-orin")])
+def test_both_graphs_point_at_the_same_bytes(checkpoint: Path, precision: str, target: str) -> None:
+    bundle = _bundle(checkpoint, precision, "fp16", target)
+    device, judged = (onnx.load(bundle / name, load_external_data=False) for name in ("device.onnx", "denoiser.onnx"))
+    assert _external(device) == _external(judged)
+    assert {entry["location"] for entry in _external(device).values()} == {"denoiser.onnx.data"}
+    held = sum(len(value.raw_data) for value in device.graph.initializer)
+    assert held < 4096, "weights are in the graph's own file"
+
+
+@pytest.mark.parametrize("activations", ["fp16", "bf16"])
+def test_nvfp4_weights_lie_in_the_data_file_as_packed(llada_checkpoint: Path, activations: str) -> None:
+    bundle = _bundle(llada_checkpoint, "nvfp4", activations)
+    data = (bundle / "denoiser.onnx.data").read_bytes()
+    places = _external(onnx.load(bundle / "device.onnx", load_external_data=False))
+
+    def held(name: str) -> bytes:
+        offset, length = int(places[name]["offset"]), int(places[name]["length"])
+        return data[offset : offset + length]
+
+    stored: dict[str, Any] = load_file(llada_checkpoint / "model.safetensors")
+    dtype = {"fp16": np.float16, "bf16": BF16}[activations]
+    for layer, name in (("attention.q", "q_proj"), ("mlp.down", "ff_out")):
+        matrix = stored[f"model.transformer.blocks.1.{name}.weight"].T
+        weight = quantise_weight(matrix, "nvfp4", scale_dtype=dtype)
+        path = f"blocks.1.{layer}.weight"
+        assert held(f"{path}.codes") == pack_nibbles(weight.codes).tobytes()
+        assert held(f"{path}.scales") == weight.scales.tobytes()
+        assert held(f"{path}.global_scale") == np.asarray(weight.global_scale).astype(dtype).tobytes()

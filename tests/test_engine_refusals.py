@@ -1,0 +1,166 @@
+"""What is refused before an engine is built: the exit code, what to do instead, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_export import engines, targets
+from dlm_export.engines import EngineError, Limits
+from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
+
+# Sizes of LLaDA-8B, as a manifest has them.
+LARGE = {
+    "vocab_size": 126464,
+    "hidden_size": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 32,
+    "head_size": 128,
+    "mlp_size": 12288,
+    "max_canvas_length": 1 << 20,
+}
+GIB = 1 << 30
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "bundle"
+
+
+def _nothing_left(out: Path) -> None:
+    assert not out.parent.exists() or os.listdir(out.parent) == []
+
+
+BUILD_REFUSALS = [
+    (("--target", "h100", "--precision", "nvfp4"), ["target h100 does not run nvfp4", "SM 10.0", "fp8"]),
+    (("--target", "agx-orin", "--precision", "fp8"), ["target agx-orin does not run fp8", "SM 8.9", "int8"]),
+    (("--target", "rtx5090,rtx4090", "--precision", "nvfp4"), ["target rtx4090 does not run nvfp4", "all run", "fp8"]),
+    (("--target", "thor", "--precision", "fp32"), ["target thor does not run 'fp32'", "fp16"]),
+    (("--target", "rtx6090", "--precision", "fp16"), ["unknown target 'rtx6090'", "rtx5090", "sm120"]),
+    (("--target", "cpu,thor", "--precision", "fp16"), ["build two"]),
+    (("--target", "thor", "--builder", "tensorrt_rtx"), ["tensorrt_rtx does not build for thor (SM 11.0)", "tensorrt does"]),
+    (("--target", "h100", "--canvas", "513"), ["--canvas 513", "512 tokens"]),
+    (("--target", "h100", "--canvas", "64", "--block", "65"), ["--block 65", "64 tokens"]),
+    (("--target", "h100", "--precision", "fp16", "--activations", "bf16"), ["for quantised bundles"]),
+    (("--target", "h100", "--no-engine", "--workspace", "64"), ["--workspace", "--no-engine"]),
+    (("--target", "cpu", "--canvas", "64"), ["--canvas", "for GPUs"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BUILD_REFUSALS, ids=[" ".join(each) for each, _ in BUILD_REFUSALS])
+def test_a_build_that_cannot_be_is_refused_and_leaves_nothing(out: Path, arguments: tuple[str, ...], says: list[str]) -> None:
+    refused(dlm_export("build", DEMO, *arguments, "-o", out), 2, says)
+    _nothing_left(out)
+
+
+# ---- A bundle that is there ----
+
+
+@pytest.fixture(scope="module")
+def cpu_fp16(llada_checkpoint: Path) -> Path:
+    return gpu_bundle("fp16", "cpu", source=llada_checkpoint)
+
+
+ENGINE_REFUSALS = [
+    (("--target", "rtx5090"), ["was built for cpu and has no device graph", "--target rtx5090"]),
+    (("--target", "h100"), ["is built on the device", "TensorRT 10"]),
+    (("--target", "cpu"), ["target cpu needs no engine"]),
+    (("--target", "rtx6090"), ["unknown target 'rtx6090'"]),
+    (("--target", "agx-orin", "--builder", "tensorrt_rtx"), ["does not build for agx-orin (SM 8.7)"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), ENGINE_REFUSALS, ids=[" ".join(each) for each, _ in ENGINE_REFUSALS])
+def test_an_engine_that_a_bundle_cannot_have_is_refused_and_leaves_it_as_it_was(
+    cpu_fp16: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: list[str]
+) -> None:
+    monkeypatch.setattr(engines, "device_sm", lambda: None)
+    if "rtx5090" in arguments:
+        pytest.importorskip("tensorrt_rtx_bindings")
+    before = contents(cpu_fp16)
+    refused(dlm_export("engine", cpu_fp16, *arguments), 2, says)
+    assert contents(cpu_fp16) == before
+
+
+def test_layers_that_the_new_target_does_not_take_are_refused(tmp_path: Path) -> None:
+    bundle = copy_of(gpu_bundle("nvfp4", "rtx5090"), tmp_path / "nvfp4")
+    before = contents(bundle)
+    refused(dlm_export("engine", bundle, "--target", "rtx4090"), 2, ["target rtx4090 does not run nvfp4"])
+    assert contents(bundle) == before
+
+
+def test_an_fp32_bundle_gets_no_engine(llada_bundle: Path) -> None:
+    refused(dlm_export("engine", llada_bundle, "--target", "rtx5090"), 2, ["target rtx5090 does not run 'fp32'"])
+
+
+# ---- Memory ----
+
+
+@pytest.mark.parametrize("name", ["orin-nano", "rtx5090", "thor"])
+@pytest.mark.parametrize("weights_bytes", [4 * GIB, 16 * GIB])
+def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(name: str, weights_bytes: int) -> None:
+    target = targets.find(name)
+    limits = Limits(LARGE["max_canvas_length"], 32)
+    with pytest.raises(EngineError) as caught:
+        engines.check_memory(LARGE, target, weights_bytes, limits, on_host=False)
+    assert caught.value.exit_code == 2
+    said = str(caught.value)
+    assert f"{target.name} has {target.memory_bytes / 1e9:.2f} GB" in said
+    if weights_bytes >= target.memory_bytes:
+        assert "No canvas fits" in said
+        return
+    longest = int(said.rpartition("--canvas ")[2].split()[0])
+    engines.check_memory(LARGE, target, weights_bytes, Limits(longest, 32), on_host=False)
+    with pytest.raises(EngineError):
+        engines.check_memory(LARGE, target, weights_bytes, Limits(longest + 1, 32), on_host=False)
+
+
+def test_the_estimate_counts_weights_cache_and_logits() -> None:
+    # Keys and values of 4096 tokens, past and present, in two bytes; 32 scored rows in fp32, with what sorting them takes.
+    found = engines.estimate(LARGE, 16 * GIB, Limits(4096, 32))
+    assert found.cache == 2 * 4096 * (32 * 2 * 32 * 128 * 2)
+    assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4
+    assert found.device > found.weights + found.cache + found.passes
+    assert found.host > found.weights == 16 * GIB
+
+
+def _with_memory(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
+    monkeypatch.setitem(targets.TARGETS, name, replace(targets.TARGETS[name], memory_bytes=memory_bytes))
+
+
+def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
+    out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
+    denoiser = read_manifest(bundle)["denoiser"]
+    needed = engines.estimate(denoiser, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
+    _with_memory(monkeypatch, "thor", needed)
+    _with_memory(monkeypatch, "h100", needed)
+    says = ["a canvas of 512 tokens in blocks of 32 needs", "--canvas "]
+    refused(dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out), 2, ["h100 has", *says])
+    _nothing_left(out)
+    before = contents(bundle)
+    monkeypatch.setattr(engines, "find_builder", lambda *_: engines.Builder("tensorrt", _Untouched(), (110,)))
+    result = dlm_export("engine", bundle, "--target", "thor")
+    refused(result, 2, ["thor has", *says, "--canvas 300 fits"])
+    assert contents(bundle) == before
+
+
+class _Untouched:
+    """A module that nobody may ask for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+
+def test_a_host_that_is_too_small_to_build_on_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    monkeypatch.setattr(engines, "available_memory_bytes", lambda: GIB // 2)
+    says = ["building for rtx5090 takes about", "0.54 GB are available", "--no-engine"]
+    refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", out), 2, says)
+    _nothing_left(out)

@@ -1,0 +1,321 @@
+"""Engines that TensorRT-RTX builds here, without a GPU: what they hold, what the bundle says of them, what stops a build.
+
+No test executes an engine: that takes the GPU it was built for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import onnx
+import pytest
+
+import dlm_runtime
+from dlm_export import engines, targets
+from dlm_export.engines import EngineOptions
+from dlm_export.quantise import linear_layers
+from dlm_export.sources import open_source
+from engine_bundles import (
+    BLOCK,
+    BUILDS,
+    DEMO,
+    LONGEST,
+    contents,
+    copy_of,
+    demo_engines,
+    dlm_export,
+    edit_device_graph,
+    gpu_bundle,
+    read_manifest,
+    refused,
+)
+
+trt = pytest.importorskip("tensorrt_rtx_bindings")
+
+SCHEMA = json.loads((Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+SM = {"rtx4090": 89, "rtx5090": 120, "gb10": 121}
+
+
+@pytest.fixture
+def fp16(tmp_path: Path) -> Path:
+    """A copy of the fp16 bundle with an engine for rtx5090."""
+    return copy_of(demo_engines("fp16"), tmp_path / "fp16")
+
+
+@pytest.fixture(params=BUILDS)
+def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
+    """A precision, its targets, and the bundle with their engines."""
+    return request.param, BUILDS[request.param], demo_engines(request.param)
+
+
+def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(build: tuple[str, tuple[str, ...], Path]) -> None:
+    precision, names, bundle = build
+    manifest = read_manifest(bundle)
+    layers = list(linear_layers(open_source(DEMO).capabilities))
+    recipe = targets.recipe_for(targets.find_all(names), precision)
+    if recipe is None:
+        asked = dict.fromkeys(layers, {"fp16": "float16", "bf16": "bfloat16"}[precision])
+    else:
+        asked = recipe.formats(layers)
+        # The source is stored in bf16: so are the activations, and what stays in full precision.
+        asked = {layer: "bfloat16" if name == "high" else name for layer, name in asked.items()}
+    assert sorted(manifest["engines"]) == sorted(names)
+    for entry in manifest["engines"].values():
+        assert entry["audit"] == {"method": "network", "layers": asked, "fallbacks": {}}
+
+
+def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], Path]) -> None:
+    _, names, bundle = build
+    manifest = read_manifest(bundle)
+    jsonschema.validate(manifest, SCHEMA)
+    for name in names:
+        entry = manifest["engines"][name]
+        assert entry["file"] == f"engines/{name}.engine"
+        assert (entry["builder"], entry["version"], entry["sm"]) == ("tensorrt_rtx", trt.__version__, [SM[name]])
+        assert entry["profiles"] == {
+            "prefill": {"tokens": [1, LONGEST // 2, LONGEST], "cached": [0, 0, 0], "rows": [1, BLOCK, BLOCK]},
+            "block": {"tokens": [1, BLOCK, BLOCK], "cached": [0, LONGEST // 2, LONGEST], "rows": [1, BLOCK, BLOCK]},
+        }
+        assert entry["device_bytes"] > (bundle / entry["file"]).stat().st_size - engines.DEVICE_OVERHEAD_BYTES
+
+
+def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(build: tuple[str, tuple[str, ...], Path]) -> None:
+    _, _, bundle = build
+    manifest = read_manifest(bundle)
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents(bundle).items()}
+    for entry in manifest["engines"].values():
+        assert entry["graph"] == {
+            "judged": hashes["denoiser.onnx"],
+            "device": hashes["device.onnx"],
+            "weights": hashes["denoiser.onnx.data"],
+        }
+        assert manifest["files"][entry["file"]] == {
+            "bytes": (bundle / entry["file"]).stat().st_size,
+            "sha256": hashes[entry["file"]],
+        }
+        bare = {key: value for key, value in entry.items() if key != "seal"}
+        text = json.dumps(bare, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        assert entry["seal"] == hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def test_the_native_reader_takes_a_bundle_with_engines(build: tuple[str, tuple[str, ...], Path]) -> None:
+    _, names, bundle = build
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        assert set(opened.manifest["engines"]) == set(names)
+
+
+# ---- What reaches the builder ----
+
+
+class Seen:
+    """The objects of the last build, to be asked with TensorRT's own getters."""
+
+    config: Any
+    profiles: list[Any]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """TensorRT-RTX itself, of which the configuration is kept after a build."""
+    kept = Seen()
+
+    class Builder(trt.Builder):  # type: ignore[misc,name-defined]
+        def create_builder_config(self) -> Any:
+            kept.config, kept.profiles = super().create_builder_config(), []
+            return kept.config
+
+        def create_optimization_profile(self) -> Any:
+            kept.profiles.append(super().create_optimization_profile())
+            return kept.profiles[-1]
+
+    module = ModuleType("spied")
+    vars(module).update({**vars(trt), "Builder": Builder})
+    monkeypatch.setattr(engines, "_rtx_module", lambda: module)
+    return kept
+
+
+def test_the_builder_gets_two_profiles_the_compute_capability_and_the_workspace(fp16: Path, seen: Seen) -> None:
+    result = dlm_export("engine", fp16, "--target", "gb10", "--canvas", 96, "--block", 16, "--workspace", 64)
+    assert result.exit_code == 0, result.output
+    assert seen.config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 64 << 20
+    assert seen.config.num_compute_capabilities == 1
+    assert seen.config.get_compute_capability(0) == trt.ComputeCapability.SM121
+    assert seen.config.num_optimization_profiles == 2
+
+    def shapes(profile: Any, name: str) -> list[tuple[int, ...]]:
+        return [tuple(shape) for shape in profile.get_shape(name)]
+
+    prefill, block = seen.profiles
+    for name in ("input_ids", "position_ids"):
+        assert shapes(prefill, name) == [(1, 1), (1, 48), (1, 96)]
+        assert shapes(block, name) == [(1, 1), (1, 16), (1, 16)]
+    for name in ("past_key.0", "past_value.5"):
+        assert shapes(prefill, name) == [(1, 6, 0, 32)] * 3
+        assert shapes(block, name) == [(1, 6, 0, 32), (1, 6, 48, 32), (1, 6, 96, 32)]
+    for profile in seen.profiles:
+        assert shapes(profile, "score_rows") == [(1, 1), (1, 16), (1, 16)]
+    said = read_manifest(fp16)["engines"]["gb10"]["profiles"]
+    assert said["prefill"]["tokens"] == [1, 48, 96]
+    assert said["block"]["cached"] == [0, 48, 96]
+
+
+def test_tensorrt_rtx_which_keeps_no_timings_takes_no_cache_of_them(fp16: Path, tmp_path: Path) -> None:
+    before, cache = contents(fp16), tmp_path / "timings"
+    refused(dlm_export("engine", fp16, "--target", "gb10", "--timing-cache", cache), 2, ["leave --timing-cache out"])
+    assert contents(fp16) == before
+    assert not cache.exists()
+
+
+# ---- A bundle that is there already ----
+
+
+def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
+    before, manifest = contents(fp16), read_manifest(fp16)
+    result = dlm_export("engine", fp16, "--target", "gb10", "--json")
+    assert result.exit_code == 0, result.output
+    after, changed = contents(fp16), read_manifest(fp16)
+    new = "engines/gb10.engine"
+    assert set(after) == {*before, new}
+    assert {name for name in before if after[name] != before[name]} == {"manifest.json"}
+    assert changed["targets"] == ["rtx5090", "gb10"]
+    entry = changed["engines"].pop("gb10")
+    assert changed["files"].pop(new) == {"bytes": len(after[new]), "sha256": hashlib.sha256(after[new]).hexdigest()}
+    assert changed | {"targets": ["rtx5090"]} == manifest
+    printed = json.loads(result.stdout)
+    assert {key: printed[key] for key in entry} == entry
+    jsonschema.validate(read_manifest(fp16), SCHEMA)
+    with dlm_runtime.open(fp16, engine="none") as opened:
+        assert set(opened.manifest["engines"]) == {"rtx5090", "gb10"}
+
+
+def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
+    before = contents(fp16)
+    refused(dlm_export("engine", fp16, "--target", "rtx5090"), 2, ["has an engine for rtx5090", "--force"])
+    assert contents(fp16) == before
+    assert dlm_export("engine", fp16, "--target", "rtx5090", "--canvas", 64, "--force").exit_code == 0
+    after = contents(fp16)
+    assert {name for name in after if after[name] != before[name]} == {"manifest.json", "engines/rtx5090.engine"}
+    assert read_manifest(fp16)["engines"]["rtx5090"]["profiles"]["prefill"]["tokens"] == [1, 32, 64]
+
+
+class Interrupting:
+    """Progress whose watcher presses Ctrl-C, or kills, after the builder's first step."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number, self.total, self.steps = number, 0, 0
+
+    def start(self, stage: str, total: int) -> None:
+        self.total += total
+
+    def advance(self, units: int = 1) -> None:
+        self.steps += units
+        if self.steps == 1:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "raises"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(
+    fp16: Path, number: signal.Signals, raises: type[BaseException]
+) -> None:
+    before, handler = contents(fp16), signal.getsignal(number)
+    progress = Interrupting(number)
+    with pytest.raises(raises):
+        engines.add_engine(fp16, read_manifest(fp16), targets.find("gb10"), EngineOptions(), progress=progress)
+    assert contents(fp16) == before
+    assert signal.getsignal(number) == handler
+    assert 0 < progress.steps < progress.total, "the builder went on to its end"
+
+
+# ---- Damaged since ----
+
+
+def _truncate(bundle: Path) -> None:
+    os.truncate(bundle / "engines" / "rtx5090.engine", 1000)
+
+
+def _edit(bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    manifest["engines"]["rtx5090"]["audit"]["layers"]["head"] = "fp8"
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(("damage", "says"), [(_truncate, "truncated"), (_edit, "engines.rtx5090.seal")])
+def test_run_refuses_an_engine_that_was_damaged_or_edited(fp16: Path, damage: Callable[[Path], None], says: str) -> None:
+    damage(fp16)
+    result = dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4)
+    assert result.exit_code in (1, 2), result.output
+    assert says in result.stderr
+
+
+# ---- What the builder refuses ----
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path) -> Iterator[Path]:
+    """A copy of the fp16 bundle without engines; it must stay as the test leaves it."""
+    yield copy_of(gpu_bundle("fp16", "rtx5090"), tmp_path / "unbuilt")
+    assert not (tmp_path / "unbuilt" / "engines").exists()
+
+
+def test_an_operator_that_tensorrt_lacks_is_told_in_its_own_words(unbuilt: Path) -> None:
+    def edit(model: onnx.ModelProto) -> None:
+        next(node for node in model.graph.node if node.op_type == "Softmax").op_type = "Hardmax2"
+
+    edit_device_graph(unbuilt, edit)
+    before = contents(unbuilt)
+    result = dlm_export("engine", unbuilt, "--target", "rtx5090")
+    refused(result, 1, ["device.onnx: TensorRT", "cannot parse it", "Hardmax2"])
+    assert contents(unbuilt) == before
+
+
+def test_an_input_that_the_builder_would_ignore_stops_the_build(unbuilt: Path) -> None:
+    def edit(model: onnx.ModelProto) -> None:
+        past = next(value for value in model.graph.input if value.name == "past_key.0")
+        model.graph.input.add().CopyFrom(past)
+        model.graph.input[-1].name = "past_key.6"  # of a layer that is not there
+
+    edit_device_graph(unbuilt, edit)
+    before = contents(unbuilt)
+    refused(dlm_export("engine", unbuilt, "--target", "rtx5090"), 1, ["Unused Input: past_key.6"])
+    assert contents(unbuilt) == before
+
+
+def test_what_the_logger_says_is_sorted_by_what_it_means() -> None:
+    logger = engines._logger(trt.ILogger)
+    logger.reset()
+    levels = trt.ILogger.Severity
+    logger.log(levels.INTERNAL_ERROR, "assertion\n failed")
+    logger.log(levels.ERROR, "no kernel")
+    logger.log(levels.WARNING, "Unused Input: nonpad")
+    logger.log(levels.WARNING, "Make sure input input_ids has Int64 binding.")
+    logger.log(levels.WARNING, "timing is noisy")
+    logger.log(levels.WARNING, "timing is noisy")
+    logger.log(levels.INFO, "Unused Input: told as a detail only")
+    assert logger.errors == ["assertion failed", "no kernel", "Unused Input: nonpad"]
+    assert logger.shown == ["timing is noisy"]
+
+
+def test_tensorrt_rtx_that_is_not_there_is_named_with_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unbuilt: Path
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("tensorrt")]:
+        monkeypatch.delitem(sys.modules, name)
+    find_spec = engines.importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name.startswith("tensorrt") else find_spec(name, package)
+
+    monkeypatch.setattr(engines.importlib.util, "find_spec", without)
+    says = ["needs TensorRT-RTX, which is not installed", "pip install 'dlm-export[rtx]'", "--no-engine"]
+    refused(dlm_export("engine", unbuilt, "--target", "rtx5090"), 2, says)
+    refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", tmp_path / "new" / "bundle"), 2, says)
+    assert not (tmp_path / "new").exists()

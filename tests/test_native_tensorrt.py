@@ -1,0 +1,581 @@
+"""The TensorRT engine without a GPU: compiled with NVIDIA's headers, run over mocks of CUDA and TensorRT, under sanitizers.
+
+The mocks (runtime/native/tests) hold "device" memory that the host cannot read, do work on a stream no sooner than somebody
+waits for it, and check every address; the denoiser behind them is arithmetic over every byte that a pass sees, so a canvas
+equals the callback engine's only if all of them reached their places. No kernel of TensorRT's is run here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_native import TENSORRT_HEADERS, run, sanitized, tool  # noqa: F401
+
+VERSION = "10.14.1.48"
+LAYERS, HEADS, HEAD_SIZE, VOCABULARY, MASK, TOP_K = 2, 3, 4, 50, 49, 2
+CANVAS, BLOCK = 64, 32
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # nvinfer1::DataType
+
+pytestmark = pytest.mark.skipif(
+    not TENSORRT_HEADERS,
+    reason="TensorRT's or CUDA's headers are not installed: pip install kernel-lens==2.0.1 nvidia-cuda-runtime",
+)
+
+
+def profiles(block: int = BLOCK, canvas: int = CANVAS) -> dict[str, dict[str, list[int]]]:
+    rows = [1, 8, block]
+    return {
+        "prefill": {"tokens": [1, 32, canvas], "cached": [0, 0, 0], "rows": rows},
+        "block": {"tokens": [1, 16, block], "cached": [0, 32, canvas], "rows": rows},
+    }
+
+
+def plan(sizes: dict[str, dict[str, list[int]]], cache: str = "float16", *more: str) -> str:
+    """An engine file of the mock's."""
+    lines = ["mock-engine", f"denoiser {LAYERS} {HEADS} {HEAD_SIZE} {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
+    for profile in sizes.values():
+        lines.append("profile " + " ".join(str(n) for name in ("tokens", "cached", "rows") for n in profile[name]))
+    return "\n".join([*lines, *more]) + "\n"
+
+
+def _sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_bundle(
+    folder: Path, engines: dict[str, dict[str, Any]] | None = None, cache: str = "float16", shift: int = 0
+) -> Path:
+    """A bundle whose graph is never opened. ``engines``: by target, what differs from a good entry; "plan" is the file."""
+    folder.mkdir(exist_ok=True)
+    contents = {"denoiser.onnx": b"judged", "denoiser.device.onnx": b"device", "denoiser.onnx.data": b"weights"}
+    entries = {}
+    for target, changes in ({"rtx5090": {}} if engines is None else engines).items():
+        sizes = changes.get("profiles", profiles())
+        name = f"engines/{target}.engine"
+        contents[name] = changes.get("plan", plan(sizes, cache)).encode()
+        entry = {
+            "file": name,
+            "builder": "tensorrt",
+            "version": VERSION,
+            "sm": [120],
+            "graph": {
+                "judged": _sha(contents["denoiser.onnx"]),
+                "device": _sha(contents["denoiser.device.onnx"]),
+                "weights": _sha(contents["denoiser.onnx.data"]),
+            },
+            "profiles": sizes,
+            "audit": {"method": "inspector", "layers": {}, "fallbacks": {}},
+            "device_bytes": 1 << 20,
+        }
+        entry |= {key: value for key, value in changes.items() if key != "plan"}
+        seal = json.dumps(entry, sort_keys=True, separators=(",", ":")).encode()
+        entries[target] = entry | {"seal": _sha(seal)}
+    (folder / "engines").mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    denoiser = {"vocab_size": VOCABULARY, "layers": LAYERS, "kv_heads": HEADS, "heads": HEADS, "head_size": HEAD_SIZE}
+    denoiser |= {"hidden_size": 12, "mlp_size": 24, "parameters": 1000, "max_canvas_length": 256, "shift": shift}
+    denoiser |= {"rope_theta": 1e4, "norm_eps": 1e-5, "qkv_bias": False, "tied_head": False}
+    graph = {"file": "denoiser.onnx", "device_file": "denoiser.device.onnx", "opset": 23, "top_k": TOP_K}
+    manifest = {
+        "schema_version": 1,
+        "producer": {"name": "test", "version": "0"},
+        "family": "llada",
+        "architecture": "LLaDAModelLM",
+        "denoiser": denoiser | {"attention": "full", "noise": "absorbing"},
+        "tokens": {"mask": MASK, "eos": [], "pad": None},
+        "graph": graph | {"cache_dtype": cache, "inputs": [], "outputs": []},
+        "precision": {"name": "fp16", "simulated": False},
+        "targets": list(entries) or ["cpu"],
+        "presets": {"llada": {}},
+        "default_preset": "llada",
+        "engines": entries,
+        "files": {name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return write_bundle(tmp_path / "bundle")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What tensorrt_driver printed: statuses with their sentences, and how often each call was made until then."""
+
+    opened: tuple[str, str]
+    rounds: list[tuple[str, str]]
+    counts: list[dict[str, int]]
+
+    def all_same(self) -> bool:
+        return bool(self.rounds) and all(answer == ("OK", "same") for answer in self.rounds)
+
+    def made(self, call: str, round: int = -1) -> int:
+        """Calls in the given round alone."""
+        rounds = range(len(self.counts))
+        before = self.counts[rounds[round] - 1] if rounds[round] > 0 else {}
+        return self.counts[round].get(call, 0) - before.get(call, 0)
+
+
+Drive = Callable[..., Told]
+
+
+@pytest.fixture
+def drive(sanitized: Path) -> Drive:  # noqa: F811
+    def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
+        """Run the driver; the mocks may be told to fail. It must exit well, leak nothing, and never touch foreign memory."""
+        mocks = {"DLM_CUDA_LIBRARY": str(sanitized / "libmock_cuda.so"), "DLM_TENSORRT": str(sanitized / "libmock_nvinfer.so")}
+        arguments = [f"{key}={value}" for key, value in options.items()]
+        environment = mocks | {"ASAN_OPTIONS": "detect_leaks=1"} | (variables or {})
+        done = run(sanitized / "tensorrt_driver", bundle, *arguments, **environment)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        lines = done.stdout.splitlines()
+
+        def answers(kind: str) -> list[tuple[str, str]]:
+            found = [re.fullmatch(rf"{kind} (\w+) ?(.*)", line) for line in lines]
+            return [(match[1], match[2]) for match in found if match]
+
+        counts = [dict(pair.split("=") for pair in line.split()[1:]) for line in lines if line.startswith("counts ")]
+        told = Told(answers("open")[0], answers("round"), [{key: int(n) for key, n in count.items()} for count in counts])
+        assert lines[-1] == "live 0", "something of CUDA's was not given back"
+        for forbidden in ("bad_access", "stale_graph"):
+            assert not any(count.get(forbidden) for count in told.counts), forbidden
+        return told
+
+    return drive
+
+
+# ---- The same passes, the same canvases ----
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"infill": 1, "given": 17},
+        {"given": 0, "new": 40, "block": 16},
+        {"commit": "threshold", "new": 30, "block": 32},
+        {"score": "entropy", "commit": "entropy_bound", "given": 1, "new": 3},
+        {"given": 40, "new": 24, "block": 24},
+        {"given": 1, "new": 1},
+    ],
+    ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
+)
+def test_canvases_are_those_of_the_callback_engine(bundle: Path, drive: Drive, cache: str, options: dict[str, Any]) -> None:
+    given, new = options.get("given", 5), options.get("new", 24)
+    if cache == "prefix" and given + new > BLOCK:
+        options = options | {"given": min(given, 8), "new": 24}  # or the first cached pass would be longer than a block
+    told = drive(bundle, cache=cache, rounds=3, **options)
+    assert told.opened[0] == "OK"
+    assert "tensorrt 10.14.1.48 (Mock GPU, SM 12.0, engine rtx5090)" in told.opened[1]
+    assert told.all_same(), told.rounds
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_canvases_are_the_same_for_every_cache_type_and_shift(
+    tmp_path: Path, drive: Drive, cache_dtype: str, shift: int
+) -> None:
+    bundle = write_bundle(tmp_path / "bundle", cache=cache_dtype, shift=shift)
+    assert drive(bundle, cache="dual", rounds=2).all_same()
+
+
+def test_sessions_in_threads_get_what_one_gets(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", threads=4, rounds=3)
+    assert len(told.rounds) == 12
+    assert told.all_same(), told.rounds
+
+
+@pytest.mark.parametrize("rows", [1, 9, 32, 50])
+def test_logits_are_copied_whole_and_in_as_many_passes_as_the_engine_needs(bundle: Path, drive: Drive, rows: int) -> None:
+    told = drive(bundle, logits=rows, given=51)
+    assert told.all_same()
+    passes = 1 if rows <= BLOCK else 2
+    assert told.made("pageable_copies") == passes
+
+
+# ---- What a pass costs ----
+
+
+def test_a_pass_waits_once_and_logits_stay_on_the_device(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", rounds=3)
+    for round in (1, 2):
+        assert told.made("cuStreamSynchronize", round) == told.counts[round]["nfe"] > 0
+        assert told.made("pageable_copies", round) == 0
+
+
+def test_everything_is_allocated_when_the_session_opens(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", rounds=4, threads=3)
+    for call in ("cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate"):
+        assert [count[call] for count in told.counts] == [3] * 4, call
+
+
+def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", given=5, new=24, block=8)
+    # Three blocks; the last one has no rows behind it.
+    assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * LAYERS
+    assert drive(bundle, cache="none").counts[0].get("cuMemcpy2DAsync", 0) == 0
+
+
+def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
+    # Full passes (T 29, S 0, R 8) and cached ones (T 8, S 21, R 8), 3 and 21 a request.
+    assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
+    assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
+    assert told.made("createExecutionContext", 0) == 2 + 2
+    for round in (1, 2):
+        assert told.made("cuGraphLaunch", round) == told.counts[round]["nfe"] == 24
+        assert told.made("enqueueV3", round) == told.made("createExecutionContext", round) == 0
+
+
+def test_rows_are_rounded_so_that_few_graphs_exist(bundle: Path, drive: Drive) -> None:
+    # A block of 32 is scored with 32, 31, ... 1 rows: four sizes of passes, each captured once.
+    told = drive(bundle, cache="none", given=8, new=32, block=32, rounds=2)
+    assert told.all_same()
+    assert told.counts[0]["nfe"] == 32
+    assert told.counts[1]["cuStreamBeginCapture"] == 4
+    assert told.made("enqueueV3", 1) == 0
+
+
+def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(bundle: Path, drive: Drive) -> None:
+    few = drive(bundle, given=2, new=2, block=4, cycle=30, rounds=60)
+    assert few.all_same()
+    assert few.counts[59]["enqueueV3"] == few.counts[29]["enqueueV3"], "the second time around, all are known"
+    many = drive(bundle, given=2, new=2, block=4, cycle=40, rounds=80)
+    assert many.all_same()
+    assert many.counts[79]["createExecutionContext"] == 2 + 2 * 40
+    assert max(count["createExecutionContext"] - count.get("cuGraphExecDestroy", 0) for count in many.counts) == 2 + 32
+    # The one that is used in between stays: 39 others and itself, each made once.
+    mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
+    assert mixed.counts[79]["createExecutionContext"] == 2 + 40
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cuStreamBeginCapture:*", "cuStreamEndCapture:*", "cuGraphInstantiateWithFlags:*", "enqueueV3:3", "cuMemcpyHtoDAsync:7"],
+)
+def test_a_pass_that_cannot_be_captured_runs_without(bundle: Path, drive: Drive, call: str) -> None:
+    told = drive(bundle, {"MOCK_CUDA_FAIL": call}, cache="none", given=8, new=8, block=8, rounds=2)
+    assert told.all_same(), told.rounds
+    assert told.counts[1].get("cuGraphLaunch", 0) == 0
+    assert told.made("cuStreamBeginCapture", 1) == 0, "tried again"
+    assert told.made("enqueueV3", 1) == told.counts[1]["nfe"]
+
+
+# ---- Failures while it runs ----
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("cuMemAlloc:1", "CUDA: cuMemAlloc of "),
+        ("cuMemHostAlloc:1", "CUDA: cuMemHostAlloc of "),
+        ("cuStreamCreate:1", "CUDA: cuStreamCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"),
+        ("createExecutionContext:2", "TensorRT: createExecutionContext failed"),
+        ("setOptimizationProfileAsync:1", "TensorRT: setOptimizationProfileAsync failed: the profile is bad"),
+        ("setInputShape:1", 'TensorRT: setInputShape("input_ids") failed: the shape is bad'),
+        ("enqueueV3:1", "TensorRT: enqueueV3 failed: the kernel is bad"),
+        ("cuStreamSynchronize:2", "CUDA: cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+        ("cuMemcpyHtoDAsync:2", "CUDA: cuMemcpyHtoDAsync failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+        ("cuMemcpyDtoHAsync:1", "CUDA: cuMemcpyDtoHAsync failed"),
+        ("cuMemcpy2DAsync:1", "CUDA: cuMemcpy2DAsync failed"),
+        ("cuGraphLaunch:1", "CUDA: cuGraphLaunch failed"),
+        ("createExecutionContext:3", "TensorRT: createExecutionContext failed"),
+        ("cuCtxPushCurrent:3", "CUDA: cuCtxPushCurrent failed"),
+    ],
+)
+def test_a_failing_call_ends_the_request_with_its_name_and_the_session_goes_on(
+    bundle: Path, drive: Drive, call: str, sentence: str
+) -> None:
+    told = drive(bundle, {"MOCK_CUDA_FAIL": call}, cache="dual", rounds=3)
+    failed = [answer for answer in told.rounds if answer[0] == "ENGINE_FAILED"]
+    assert failed, told.rounds
+    assert sentence in failed[0][1]
+    if "Alloc" not in call and not call.startswith(("cuStreamCreate", "createExecutionContext:2", "setOptimization")):
+        assert len(failed) == 1
+        assert told.rounds[-1] == ("OK", "same")
+
+
+def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive: Drive) -> None:
+    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "nan")}})
+    ((status, message),) = drive(bundle).rounds
+    assert status == "ENGINE_FAILED"
+    assert "not finite" in message
+    ((status, message),) = drive(bundle, logits=1).rounds
+    assert status == "ENGINE_FAILED"
+    assert "not finite" in message
+
+
+def test_an_error_that_stopped_nothing_is_not_the_reason_of_a_later_failure(tmp_path: Path, drive: Drive) -> None:
+    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "chatty")}})
+    told = drive(bundle, {"MOCK_CUDA_FAIL": "createExecutionContext:3"}, rounds=2)
+    assert told.rounds == [("ENGINE_FAILED", "TensorRT: createExecutionContext failed"), ("OK", "same")]
+
+
+def test_an_engine_without_entropy_refuses_policies_that_ask_for_it(tmp_path: Path, drive: Drive) -> None:
+    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "without entropy")}})
+    assert drive(bundle, cache="dual").all_same()
+    ((status, message),) = drive(bundle, score="entropy").rounds
+    assert status == "UNSUPPORTED"
+    assert 'no output "entropy"' in message
+
+
+# ---- Requests that do not fit ----
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"given": 40, "new": 25}, "needs a pass of 65 tokens over 0 cached ones that scores 8 rows"),
+        ({"given": 5, "new": 40, "block": 40}, "needs a pass of 45 tokens over 0 cached ones that scores 40 rows"),
+        ({"cache": "prefix", "given": 5, "new": 40}, "needs a pass of 40 tokens over 5 cached ones that scores 7 rows"),
+        ({"logits": 3, "given": 65}, "a pass over the whole canvas has 65 tokens"),
+    ],
+)
+def test_a_request_that_cannot_fit_is_refused_before_any_pass(
+    bundle: Path, drive: Drive, options: dict[str, Any], sentence: str
+) -> None:
+    told = drive(bundle, **options)
+    ((status, message),) = told.rounds
+    assert status == "INVALID_ARGUMENT"
+    assert sentence in message
+    assert "passes of 1..64 tokens that score up to 32 rows, and passes of 1..32 tokens over 0..64 cached ones" in message
+    assert "--canvas" in message
+    if "cache" in options:
+        assert 'choose cache = "dual"' in message
+    assert told.counts[0].get("enqueueV3", 0) == 0
+
+
+# ---- Which engine, which library, which device ----
+
+
+def opening(drive: Drive, bundle: Path, variables: dict[str, str] | None = None, engine: str = "tensorrt") -> tuple[str, str]:
+    return drive(bundle, variables, engine=engine).opened
+
+
+def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, drive: Drive) -> None:
+    good = {"plan": plan(profiles())}
+    bundle = write_bundle(
+        tmp_path / "bundle",
+        {
+            "rtx4090": good | {"sm": [89]},
+            "rtx5090-rtx": good | {"builder": "tensorrt_rtx", "version": "1.7.1.116"},
+            "old": good | {"version": "10.3.0.30"},
+            "rtx5090": good,
+        },
+    )
+    for engine in ("tensorrt", "auto"):
+        assert "engine rtx5090)" in opening(drive, bundle, engine=engine)[1]
+    assert "engine rtx4090)" in opening(drive, bundle, {"MOCK_CUDA_SM": "89"})[1]
+    assert "engine old)" in opening(drive, bundle, {"MOCK_TRT_VERSION": "10.3.0.30"})[1]
+    status, message = opening(drive, bundle, {"MOCK_CUDA_SM": "110"})
+    assert status == "UNSUPPORTED"
+    assert "rtx4090: built for SM 8.9, this device is SM 11.0; rtx5090-rtx: built for SM 12.0" in message
+    assert "dlm-export engine BUNDLE --target sm110" in message
+    status, message = opening(drive, bundle, {"MOCK_TRT_VERSION": "10.14.1.49"})
+    assert status == "UNSUPPORTED"
+    assert "rtx5090-rtx: built by tensorrt_rtx 1.7.1.116, the library here is tensorrt 10.14.1.49" in message
+    assert "rtx5090: built by tensorrt 10.14.1.48, the library here is tensorrt 10.14.1.49" in message
+
+
+def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
+    # The file is no engine at all, and is not the reason that is given.
+    write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
+    assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
+    assert "the library here is tensorrt 10.0.0.6" in opening(drive, bundle, {"MOCK_TRT_VERSION": "10.0.0.6"})[1]
+
+
+def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: Drive) -> None:
+    status, message = opening(drive, write_bundle(tmp_path / "bundle", {}))
+    assert status == "UNSUPPORTED"
+    assert "holds no TensorRT engine" in message
+    assert "dlm-export engine BUNDLE --target sm120" in message
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"}, "cannot load the CUDA driver from $DLM_CUDA_LIBRARY: /no/such/"),
+        ({"DLM_CUDA_LIBRARY": "libm.so.6"}, "has no cuInit"),
+        ({"MOCK_CUDA_DEVICES": "0"}, "sees no device"),
+        ({"DLM_TENSORRT": "/no/such/libnvinfer.so.10"}, "cannot load TensorRT from $DLM_TENSORRT: /no/such/"),
+        ({"DLM_TENSORRT": "libm.so.6"}, "is not TensorRT: it has no getInferLibMajorVersion"),
+        ({"DLM_TENSORRT": "", "LD_LIBRARY_PATH": "/nowhere"}, "cannot find TensorRT: tried libnvinfer.so.10"),
+        ({"MOCK_TRT_VERSION": "11.0.0.1"}, "is TensorRT 11.0.0.1, but this build of libdlm_runtime is for TensorRT 10"),
+        ({"MOCK_TRT_VERSION": "1.7.1.116"}, "is TensorRT 1.7.1.116, but this build of libdlm_runtime is for TensorRT 10"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_a_missing_driver_device_or_library_is_named_with_advice(
+    bundle: Path, drive: Drive, variables: dict[str, str], sentence: str
+) -> None:
+    status, message = opening(drive, bundle, variables)
+    assert status == "ENGINE_MISSING"
+    assert sentence in message
+    assert "onnxruntime" in message
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("cuInit:1", "CUDA: cuInit failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        ("cuDevicePrimaryCtxRetain:1", "CUDA: cuDevicePrimaryCtxRetain failed: CUDA_ERROR_OUT_OF_MEMORY (2)"),
+        ("cuCtxPushCurrent:1", "CUDA: cuCtxPushCurrent failed"),
+        ("createInferRuntime:1", "TensorRT: createInferRuntime failed"),
+        ("deserializeCudaEngine:1", "TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match second line. If"),
+    ],
+)
+def test_a_failure_while_opening_is_named_and_leaves_nothing_behind(
+    bundle: Path, drive: Drive, call: str, sentence: str
+) -> None:
+    status, message = opening(drive, bundle, {"MOCK_CUDA_FAIL": call})
+    assert status == "ENGINE_FAILED"
+    assert sentence in message
+
+
+# ---- Engine files that are not what the manifest says ----
+
+
+def test_a_truncated_engine_file_is_refused_by_its_size(bundle: Path, drive: Drive) -> None:
+    path = bundle / "engines" / "rtx5090.engine"
+    path.write_bytes(path.read_bytes()[:-1])
+    status, message = opening(drive, bundle)
+    assert status == "BAD_BUNDLE"
+    assert "rtx5090.engine: " in message
+    assert "truncated" in message
+
+
+@pytest.mark.parametrize("text", ["", "not an engine", "mock-engine\ndenoiser 2"], ids=["empty", "text", "cut"])
+def test_an_engine_that_tensorrt_cannot_load_is_named_with_the_command_that_builds_it(
+    bundle: Path, drive: Drive, text: str
+) -> None:
+    write_bundle(bundle, {"rtx5090": {"plan": text}})
+    status, message = opening(drive, bundle)
+    assert status == "ENGINE_FAILED"
+    assert "rtx5090.engine: TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match" in message
+    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("without past_value.1", 'the input "past_value.1" is missing'),
+        ("without logits", 'the output "logits" is missing'),
+        ("extra confidence", 'the output "confidence" is not known to this runtime'),
+        ("type top_prob 1", 'the output "top_prob" is float16 [any, any, 2], but the manifest makes it float'),
+        ("type past_key.0 0", 'the input "past_key.0" is float [any, 3, any, 4], but the manifest makes it float16'),
+        ("type top_token 9", 'the output "top_token" is undefined'),
+        ("host score_rows", 'the input "score_rows" is wanted in host memory'),
+        ("profile 1 1 1 0 0 0 1 1 1", "has 3 profiles instead of 2"),
+    ],
+)
+def test_an_engine_with_other_inputs_and_outputs_is_refused(bundle: Path, drive: Drive, line: str, sentence: str) -> None:
+    write_bundle(bundle, {"rtx5090": {"plan": plan(profiles(), "float16", line)}})
+    status, message = opening(drive, bundle)
+    assert status == "BAD_BUNDLE"
+    assert "rtx5090.engine: " in message
+    assert sentence in message
+
+
+@pytest.mark.parametrize(
+    ("held", "sentence"),
+    [
+        (profiles(block=16), 'the largest "score_rows" of profile 0'),
+        (profiles(canvas=128), 'the largest "input_ids" of profile 0'),
+        (profiles() | {"block": profiles()["block"] | {"cached": [1, 32, 64]}}, 'the smallest "past_key.0" of profile 1'),
+        (profiles() | {"block": profiles()["block"] | {"rows": [1, 8, 33]}}, 'the largest "score_rows" of profile 1'),
+    ],
+)
+def test_an_engine_with_other_profiles_than_its_entry_is_refused(
+    bundle: Path, drive: Drive, held: dict[str, Any], sentence: str
+) -> None:
+    write_bundle(bundle, {"rtx5090": {"profiles": profiles(), "plan": plan(held)}})
+    status, message = opening(drive, bundle)
+    assert status == "BAD_BUNDLE"
+    assert sentence in message
+
+
+def test_an_engine_of_an_edited_entry_or_another_graph_is_refused_before_the_driver_is_asked(
+    bundle: Path, drive: Drive
+) -> None:
+    missing = {"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"}
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["engines"]["rtx5090"]["sm"] = [89, 120]
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    status, message = opening(drive, bundle, missing)
+    assert status == "BAD_BUNDLE"
+    assert "engines.rtx5090 was edited after it was written" in message
+    graph = {"judged": "0" * 64, "device": _sha(b"device"), "weights": _sha(b"weights")}
+    write_bundle(bundle, {"rtx5090": {"graph": graph}})
+    status, message = opening(drive, bundle, missing)
+    assert status == "BAD_BUNDLE"
+    assert "was built from another graph than this bundle's denoiser.onnx" in message
+
+
+# ---- From Python ----
+
+
+PROGRAM = """
+import sys
+import dlm_runtime
+with dlm_runtime.open(sys.argv[1]) as bundle:
+    print(bundle.engine)
+    print(bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, block_length=4, cache="dual").tokens)
+"""
+
+
+def test_python_finds_the_installed_tensorrt_for_a_bundle_with_engines(
+    bundle: Path,
+    sanitized: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "site" / "tensorrt_libs"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "libnvinfer.so.10").symlink_to(sanitized / "libmock_nvinfer.so")
+    done = run(
+        sys.executable,
+        "-c",
+        PROGRAM,
+        bundle,
+        PYTHONPATH=str(package.parent),
+        DLM_RUNTIME_LIBRARY=str(sanitized / "libdlm_runtime.so"),
+        DLM_CUDA_LIBRARY=str(sanitized / "libmock_cuda.so"),
+        LD_PRELOAD=run(tool("gcc"), "-print-file-name=libasan.so").stdout.strip(),
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+    assert done.returncode == 0, done.stderr
+    engine, tokens = done.stdout.splitlines()
+    assert engine == "tensorrt 10.14.1.48 (Mock GPU, SM 12.0, engine rtx5090)"
+    assert len(json.loads(tokens)) == 11
+
+
+# ---- A library without TensorRT ----
+
+
+def test_a_library_without_tensorrt_says_how_it_is_compiled(bundle: Path) -> None:
+    import dlm_runtime
+
+    if "no TensorRT" not in _refusal_of(dlm_runtime, bundle):
+        pytest.skip("this environment's own libdlm_runtime has TensorRT")
+    for engine in ("tensorrt", "auto"):
+        with pytest.raises(dlm_runtime.RequestError, match="-DDLM_TENSORRT_INCLUDE_DIR=") as caught:
+            dlm_runtime.open(bundle, engine=engine)
+        assert 'engine "onnxruntime"' in str(caught.value)
+
+
+def _refusal_of(dlm_runtime: Any, bundle: Path) -> str:
+    with pytest.raises(dlm_runtime.DlmError) as caught:
+        dlm_runtime.open(bundle, engine="tensorrt")
+    return str(caught.value)

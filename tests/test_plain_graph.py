@@ -1,0 +1,70 @@
+"""The graph in elementary operators, for TensorRT before 10.14 (Orin), computes what the one in whole operators does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from dlm_export import graph
+from dlm_export.sources import open_source
+from engine_bundles import dlm_export, refused
+
+NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # in ONNX since opset 23
+
+
+def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
+    source = open_source(checkpoint)
+    folder.mkdir()
+    graph.write(graph.trace(source.capabilities, "fp32", is_plain=is_plain), source.parameters.read, folder, lambda _: None)
+    onnx.checker.check_model(str(folder / graph.GRAPH_FILE), full_check=True)
+    return onnx.load(folder / graph.GRAPH_FILE, load_external_data=False)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_both_graphs_compute_the_same(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    checkpoint = request.getfixturevalue(f"{family}_checkpoint")
+    whole = write(checkpoint, tmp_path / "whole", is_plain=False)
+    plain = write(checkpoint, tmp_path / "plain", is_plain=True)
+    assert {node.op_type for node in whole.graph.node} >= NEW
+    assert not {node.op_type for node in plain.graph.node} & NEW
+    assert [item.version for item in plain.opset_import] == [21]
+    assert [value.name for value in plain.graph.input] == [value.name for value in whole.graph.input]
+    assert [value.name for value in plain.graph.output] == [value.name for value in whole.graph.output]
+
+    rng = np.random.default_rng(3)
+    sessions = [onnxruntime.InferenceSession(tmp_path / name / graph.GRAPH_FILE) for name in ("whole", "plain")]
+    for T, S, rows in ((7, 5, [0, 6]), (1, 0, [0]), (12, 0, [1, 2, 11]), (3, 30, [2])):
+        feed = {
+            "input_ids": rng.integers(0, 150, (1, T)),
+            "position_ids": np.arange(S, S + T)[None],
+            "score_rows": np.array([rows]),
+        }
+        for value in whole.graph.input[3:]:
+            heads, size = (value.type.tensor_type.shape.dim[axis].dim_value for axis in (1, 3))
+            feed[value.name] = rng.standard_normal((1, heads, S, size)).astype(np.float32)
+        names = [value.name for value in whole.graph.output]
+        expected, found = ([*session.run(names, feed)] for session in sessions)
+        for name, one, other in zip(names, expected, found, strict=True):
+            # Sums in another order, in fp32, through two layers.
+            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}")
+
+
+def test_a_bundle_for_orin_holds_the_plain_graph(llada_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    done = dlm_export("build", llada_checkpoint, "--target", "agx-orin,sm87", "--precision", "fp16", "-o", out)
+    assert done.exit_code == 0, done.output
+    assert f"dlm-export engine {out} --target agx-orin" in done.stdout
+    for name in (graph.GRAPH_FILE, graph.DEVICE_FILE):
+        model = onnx.load(out / name, load_external_data=False)
+        assert not {node.op_type for node in model.graph.node} & NEW
+
+
+def test_orin_and_other_gpus_do_not_share_a_bundle(llada_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    done = dlm_export("build", llada_checkpoint, "--target", "agx-orin,rtx5090", "-o", out)
+    refused(done, 2, ["agx-orin, rtx5090", "build two bundles"])
+    assert not out.exists()
