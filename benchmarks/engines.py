@@ -92,10 +92,11 @@ def main() -> None:
                     print(f"{size:>5} {precision:>6} {target}: not a precision of this target", flush=True)
                     continue
                 rows.append(row := measure(size, precision, target))
+                sizes = [row[name] / 2**20 for name in ("weights_bytes", "engine_bytes", "peak_rss_bytes")]
                 print(
-                    f"{size:>5} {precision:>6} {target:>8}: {row['build_s']:6.1f} s, weights {row['weights_bytes'] / 2**20:7.1f} MiB, "
-                    f"engine {row['engine_bytes'] / 2**20:7.1f} MiB, peak {row['peak_rss_bytes'] / 2**20:7.0f} MiB "
-                    f"({row['peak_over_weights']:.2f} x weights), held {row['held']}, {row['fallbacks']} fallbacks",
+                    f"{size:>5} {precision:>6} {target:>8}: {row['build_s']:6.1f} s, weights {sizes[0]:7.1f} MiB, "
+                    f"engine {sizes[1]:7.1f} MiB, peak {sizes[2]:7.0f} MiB ({row['peak_over_weights']:.2f} x weights), "
+                    f"held {row['held']}, {row['fallbacks']} fallbacks",
                     flush=True,
                 )
     if arguments.json:

@@ -41,7 +41,8 @@ _bundles: dict[tuple[object, ...], Path] = {}
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # they go when the session ends
 
 
-def _traced(*arguments: Any, **options: Any) -> graph.Graph:
+def trace_once(*arguments: Any, **options: Any) -> graph.Graph:
+    """``graph.trace``, which takes most of a build and gives the same graph every time, once a denoiser and precision."""
     key = *arguments, *sorted(options.items())
     if key not in _traces:
         _traces[key] = _trace(*arguments, **options)
@@ -56,16 +57,13 @@ def gpu_bundle(
     engines: bool = False,
     rotate_down: bool = False,
 ) -> Path:
-    """A bundle of ``source`` for GPUs, not to be changed; ``engines``: with those that TensorRT-RTX builds here.
-
-    Tracing takes most of a build, and gives the same graph every time: it is done once a denoiser and precision.
-    """
+    """A bundle of ``source`` for GPUs, not to be changed; ``engines``: with those that TensorRT-RTX builds here."""
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
         _folders.append(tempfile.TemporaryDirectory())
         output = Path(_folders[-1].name) / "bundle"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graph, "trace", _traced)
+            patch.setattr(graph, "trace", trace_once)
             build(
                 source,
                 output,

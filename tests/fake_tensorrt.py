@@ -143,7 +143,7 @@ def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
 
     def set_attribute(self: Any, key: str, value: Any) -> None:
-        if key in settable and settable[key]:
+        if settable.get(key):
             trt.calls.append((f"{name}.{key}", {"value": value}))
         elif type(self) is made:  # a subclass in Python has what it likes
             raise AttributeError(f"{name} has no attribute {key!r} that can be set")

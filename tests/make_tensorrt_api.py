@@ -1,4 +1,4 @@
-"""Writes tests/golden/tensorrt_api.json: the part of TensorRT's Python API that engines are built with, as the bindings have it.
+"""Writes tests/golden/tensorrt_api.json: what engines are built with of TensorRT's Python API, as real bindings have it.
 
 Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs. The bindings bring no stubs;
 pybind11 writes each signature into the docstring. A class is ``{"methods": {name: [signature, ...]}, "properties": {name:
@@ -92,9 +92,10 @@ def describe(of: type, kept: tuple[str, ...]) -> dict[str, Any]:
     return {"methods": methods, "properties": properties}
 
 
-def main() -> None:
-    import tensorrt_rtx_libs  # noqa: F401  (loads the libraries that the bindings link)
+def text() -> str:
+    """The golden file as the bindings at hand have it."""
     import tensorrt_rtx_bindings as trt
+    import tensorrt_rtx_libs  # noqa: F401  (loads the libraries that the bindings link)
 
     enums = {}
     for name in ENUMS:
@@ -108,11 +109,11 @@ def main() -> None:
         "classes": {name: describe(getattr(trt, name), kept) for name, kept in CLASSES.items()},
         "enums": enums,
     }
-    text = json.dumps(golden, indent=1)
+    lines = json.dumps(golden, indent=1)
     for _ in range(2):  # innermost first: a signature a line, for the file is read when it changes
-        text = re.sub(r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
-    GOLDEN.write_text(text + "\n")
+        lines = re.sub(r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", lines)
+    return lines + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    GOLDEN.write_text(text())

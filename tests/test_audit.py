@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from engine_bundles import contents, copy_of, dlm_export, edit_device_graph, gpu_bundle, read_manifest, refused
 from onnx import TensorProto, helper
 
 from dlm_export import audit
 from dlm_export.audit import AuditError
-from engine_bundles import contents, copy_of, dlm_export, edit_device_graph, gpu_bundle, read_manifest, refused
 
 BF16 = TensorProto.BFLOAT16
 # Both operands of each are quantised by themselves in one and shared with its neighbours in the other.

@@ -81,7 +81,7 @@ def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.Monke
     """Builds take the graph of the built bundle instead of seconds to trace it again."""
     capabilities = families.read_capabilities(Checkpoint(llada_checkpoint), Overrides())
 
-    def trace(_: object, precision: str) -> graph.Graph:
+    def trace(_: object, precision: str, **__: bool) -> graph.Graph:
         model = ir.load(llada_bundle / graph.GRAPH_FILE)
         for value in model.graph.initializers.values():
             value.const_value = None
@@ -612,10 +612,10 @@ def test_an_odd_value_is_wrong_usage_and_no_traceback(llada_bundle: Path, name: 
 
 
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
-    _fails("run", tmp_path, "--tokens", "1", says=(f"{tmp_path}: no manifest.json there, so it is not a bundle",))
-    _fails("run", tmp_path / "nowhere", "--tokens", "1", says=("nowhere: No such file or directory",))
+    _fails("run", tmp_path, "--tokens", "1", code=2, says=(f"{tmp_path}: no manifest.json there, so it is not a bundle",))
+    _fails("run", tmp_path / "nowhere", "--tokens", "1", code=2, says=("nowhere: No such file or directory",))
     (tmp_path / "manifest.json").write_text("{}")
-    _fails("run", tmp_path, "--tokens", "1", says=("manifest.json", '"schema_version" is missing'))
+    _fails("run", tmp_path, "--tokens", "1", code=2, says=("manifest.json", '"schema_version" is missing'))
 
 
 def test_prompts_to_verify_with_need_a_tokenizer(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
@@ -643,6 +643,6 @@ def test_a_library_that_is_no_engine_is_named(llada_bundle: Path, monkeypatch: p
 def test_a_process_of_its_own_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dlm_export.cli", "run", str(tmp_path), "--tokens", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == f"Error: {tmp_path}: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.\n"

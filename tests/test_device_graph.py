@@ -14,12 +14,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from engine_bundles import gpu_bundle
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from safetensors.numpy import load_file
 
 from dlm_calibration.formats import pack_nibbles, quantise_weight
-from engine_bundles import gpu_bundle
 
 BF16 = ml_dtypes.bfloat16
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # half the distance of two numbers at 1
@@ -189,6 +189,22 @@ def test_both_graphs_round_activations_to_nvfp4_as_it_is_defined(checkpoint: Pat
             expected = nvfp4_values(x, scale)
             error = np.abs(rounded.astype(np.float32) - expected)
             assert np.all(error <= 2 * ROUNDING[activations] * np.abs(expected)), (name, layer)
+
+
+@pytest.mark.parametrize("activations", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["int8-static", "fp8", "nvfp4"])
+def test_both_graphs_have_the_same_ranges_of_activations(checkpoint: Path, precision: str, activations: str) -> None:
+    bundle = _bundle(checkpoint, precision, activations)
+    device, judged = (
+        {
+            value.name: float(onnx.numpy_helper.to_array(value))
+            for value in onnx.load(bundle / name, load_external_data=False).graph.initializer
+            if value.name.endswith(".input_scale")
+        }
+        for name in ("device.onnx", "denoiser.onnx")
+    )
+    assert device == judged
+    assert len(device) == 2 * 4  # of q, k and v; out; gate and up; down
 
 
 # ---- Bytes ----

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
 from dlm_export import engines, targets
 from dlm_export.engines import EngineError, Limits
-from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
 # Sizes of LLaDA-8B, as a manifest has them.
 LARGE = {

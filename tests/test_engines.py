@@ -18,12 +18,7 @@ from typing import Any
 import jsonschema
 import onnx
 import pytest
-
-import dlm_runtime
-from dlm_export import engines, targets
-from dlm_export.engines import EngineOptions
-from dlm_export.quantise import linear_layers
-from dlm_export.sources import open_source
+from checkpoints import llada_config, write_checkpoint
 from engine_bundles import (
     BLOCK,
     BUILDS,
@@ -38,6 +33,12 @@ from engine_bundles import (
     read_manifest,
     refused,
 )
+
+import dlm_runtime
+from dlm_export import engines, targets
+from dlm_export.engines import EngineOptions
+from dlm_export.quantise import linear_layers
+from dlm_export.sources import open_source
 
 trt = pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -111,6 +112,20 @@ def test_the_native_reader_takes_a_bundle_with_engines(build: tuple[str, tuple[s
     _, names, bundle = build
     with dlm_runtime.open(bundle, engine="none") as opened:
         assert set(opened.manifest["engines"]) == set(names)
+
+
+def test_an_engine_takes_its_weights_and_little_more(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # One wide layer: of the demo's engines, kernels are the larger part.
+    config = llada_config(d_model=1024, n_heads=16, n_kv_heads=16, mlp_hidden_size=4096, n_layers=1)
+    source = write_checkpoint(tmp_path_factory.mktemp("wide"), config)
+    sizes = {}
+    for precision in ("fp16", "nvfp4"):
+        bundle = gpu_bundle(precision, "rtx5090", source=source, engines=True)
+        sizes[precision] = weights, engine = [
+            (bundle / name).stat().st_size for name in ("denoiser.onnx.data", "engines/rtx5090.engine")
+        ]
+        assert weights < engine < weights + (12 << 20)
+    assert sizes["nvfp4"][1] < sizes["fp16"][1] / 2
 
 
 # ---- What reaches the builder ----
@@ -248,12 +263,23 @@ def _edit(bundle: Path) -> None:
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(("damage", "says"), [(_truncate, "truncated"), (_edit, "engines.rtx5090.seal")])
+@pytest.mark.parametrize(("damage", "says"), [(_truncate, "truncated"), (_edit, "engines.rtx5090 was edited")])
 def test_run_refuses_an_engine_that_was_damaged_or_edited(fp16: Path, damage: Callable[[Path], None], says: str) -> None:
     damage(fp16)
-    result = dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4)
-    assert result.exit_code in (1, 2), result.output
-    assert says in result.stderr
+    refused(dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4), 2, [says])
+
+
+def test_an_entry_that_was_edited_is_taken_out_and_built_again(fp16: Path) -> None:
+    path = fp16 / "manifest.json"
+    manifest = read_manifest(fp16)
+    manifest["engines"]["rtx5090"]["version"] = "1.7.1.117"
+    path.write_text(json.dumps(manifest))
+    refused(dlm_export("engine", fp16, "--target", "rtx5090", "--force"), 2, ["take this entry out of manifest.json"])
+    del manifest["engines"]["rtx5090"]
+    path.write_text(json.dumps(manifest))
+    assert dlm_export("engine", fp16, "--target", "rtx5090").exit_code == 0
+    with dlm_runtime.open(fp16, engine="none") as opened:
+        assert opened.manifest["engines"]["rtx5090"]["version"] == trt.__version__
 
 
 # ---- What the builder refuses ----

@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from engine_bundles import dlm_export, refused
 
 from dlm_export import graph
 from dlm_export.sources import open_source
-from engine_bundles import dlm_export, refused
 
 NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # in ONNX since opset 23
 

@@ -180,7 +180,7 @@ class _Build:
             modelopt.require()  # before any work
         self.builders: dict[str, Builder] = {}
         if self.on_gpu and engine is not None:
-            found = {target.name: engines.find_builder(target, engine.builder) for target in self.targets}
+            found = {target.name: engines.find_builder(target, engine) for target in self.targets}
             self.builders = {name: builder for name, builder in found.items() if builder is not None}
 
     def base_of(self, source: Source) -> str:

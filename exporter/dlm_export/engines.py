@@ -189,12 +189,13 @@ def deferred_command(folder: Path, target: Target) -> str:
     return f"dlm-export engine {folder} --target {target.name}"
 
 
-def find_builder(target: Target, wanted: str | None = None) -> Builder | None:
+def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     """The TensorRT that builds for ``target`` here; None if that has to happen on the device.
 
-    ``wanted`` insists on a builder. Raises EngineError if TensorRT-RTX, which could, is not installed, or if the GPU of this
-    machine is another one.
+    Raises EngineError if TensorRT-RTX, which could, is not installed, if the GPU of this machine is another one, or if an
+    option is nothing that the builder takes.
     """
+    wanted = options.builder
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
     kinds = [{"rtx": RTX, "tensorrt": TENSORRT}[kind] for kind in target.engine_kinds]
@@ -203,6 +204,9 @@ def find_builder(target: Target, wanted: str | None = None) -> Builder | None:
     if RTX in kinds and wanted != TENSORRT:
         module = _rtx_module()
         if module is not None:
+            if options.timing_cache is not None:
+                # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails where there is no GPU.
+                raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
             return Builder(RTX, module, (target.sm,))
         if wanted == RTX or importlib.util.find_spec("tensorrt") is None:
             raise EngineError(
@@ -259,9 +263,6 @@ def build_engine(
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
         )
-    if options.timing_cache is not None and builder.kind == RTX:
-        # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails where there is no GPU.
-        raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
     default = manifest["presets"][manifest["default_preset"]]
     limits = limits_of(manifest["denoiser"], default["block_length"], options)
     weights = _weights_file(manifest)
@@ -277,7 +278,7 @@ def build_engine(
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
     table = audit.network_table(network)
-    asked = manifest["precision"].get("layers") or dict.fromkeys(table, manifest["graph"]["cache_dtype"])
+    asked = manifest["precision"].get("layers") or dict.fromkeys(_layers(manifest), manifest["graph"]["cache_dtype"])
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
     config = _make_config(trt, trt_builder, network, manifest, builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
@@ -352,6 +353,13 @@ def seal(entry: Mapping[str, Any]) -> str:
     """SHA-256 of an entry without its seal, as canonical JSON: what tells an edited entry from the one that was written."""
     bare = {key: value for key, value in entry.items() if key != "seal"}
     return hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _layers(manifest: Mapping[str, Any]) -> list[str]:
+    """Module paths of the denoiser's matrix multiplications by weights of their own."""
+    d = manifest["denoiser"]
+    each = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
+    return [f"blocks.{i}.{name}" for i in range(d["layers"]) for name in each] + ([] if d["tied_head"] else ["head"])
 
 
 def _weights_file(manifest: Mapping[str, Any]) -> str:
@@ -495,7 +503,7 @@ def add_engine(
     if target.name in entries and not force:
         raise EngineError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
     _check_precision(target, manifest["precision"])
-    builder = find_builder(target, options.builder)
+    builder = find_builder(target, options)
     if builder is None:
         raise EngineError(
             f"an engine for {target.name} (SM {sm_text(target.sm or 0)}) is built on the device: copy the bundle there and run "

@@ -70,7 +70,8 @@ class Bundle:
         self._busy = 0  # sessions of running requests; the last one to end frees a closed bundle
         self._is_closed = False
         self._default_policy = default_policy
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._folder: Path | None = None  # where files that the manifest names lie
         text = self._library.dlm_bundle_manifest(handle).decode()
         self.manifest: dict[str, Any] = json.loads(text) if text else {}
         info = _native.Denoiser()
@@ -103,6 +104,15 @@ class Bundle:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RequestError("the bundle is closed")
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The bundle's tokenizer, None if it takes token ids only. Raises BundleError for a damaged one."""
+        name, chat = self.manifest.get("tokenizer"), self.manifest.get("chat_template")
+        if self._tokenizer is None and self._folder is not None and name is not None:
+            template = None if chat is None else self._folder / chat["file"]
+            self._tokenizer = Tokenizer.from_files(self._folder / name, template, chat["special_tokens"] if chat else None)
+        return self._tokenizer
 
     def __enter__(self) -> Bundle:
         return self
@@ -362,10 +372,9 @@ def open(
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
         library = _native.tensorrt_library()
     bundle = _open(path, engine, library, threads, check_hashes)
-    name, chat = bundle.manifest.get("tokenizer"), bundle.manifest.get("chat_template")
-    if name is not None:
-        template = None if chat is None else Path(path) / chat["file"]
-        bundle.tokenizer = Tokenizer.from_files(Path(path) / name, template, chat["special_tokens"] if chat else None)
+    bundle._folder = Path(path)
+    if engine != "none":
+        _ = bundle.tokenizer  # a damaged one is noticed here
     return bundle
 
 

@@ -221,8 +221,8 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& root, const 
   const bool is_name = !target.empty() && target.size() <= 64 &&
                        target.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
   if (!is_name) entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
-  const std::string again =
-      "build the engine again (dlm-export engine BUNDLE --target " + target + " --force)";
+  const std::string again = "copy the bundle again, or take this entry out of manifest.json and build the engine again "
+                            "(dlm-export engine BUNDLE --target " + target + ")";
   entry.refuse_unknown({"file", "builder", "version", "sm", "graph", "profiles", "audit", "device_bytes", "seal"});
   const json::Value &graph = root.object("graph"), &files = root.object("files");
   EngineSpec engine;
