@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, checkpoint, machine
+from shapes import ROOT, checkpoint, machine, measured
 
 from dlm_export import targets
 
@@ -46,18 +44,10 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
     """Build one engine; seconds of the process and of the builder, peak resident bytes as the kernel reports them."""
     folder = bundle(size, precision)
     command = [sys.executable, "-m", "dlm_export.cli", "engine", str(folder), "--target", target, "--force", "--json"]
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
-    if status:
-        raise SystemExit(f"{' '.join(command)}: failed")
+    text, seconds, peak = measured(command)
     entry = json.loads(text)
     weights = (folder / "denoiser.onnx.data").stat().st_size
     engine = (folder / entry["file"]).stat().st_size
-    peak = usage.ru_maxrss * 1024
     return {
         "size": size,
         "precision": precision,

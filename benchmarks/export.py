@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, checkpoint, machine
+from shapes import ROOT, checkpoint, machine, measured
 
 CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
 
@@ -30,20 +27,10 @@ def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
         command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), "--precision", precision]
-        began = time.perf_counter()
-        process = subprocess.Popen(
-            [*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"]), stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        text = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - began
-        if status:
-            raise SystemExit(f"{' '.join(command)}: failed")
+        text, seconds, peak = measured([*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"]))
         report = json.loads(text)
         weights = (output / "denoiser.onnx.data").stat().st_size
         shutil.rmtree(output)
-    peak = usage.ru_maxrss * 1024
     return {
         "size": size,
         "parameters": report["parameters"],

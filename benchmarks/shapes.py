@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,18 @@ def checkpoint(name: str) -> Path:
         write_checkpoint(partial, config, dtype=torch.bfloat16, shards=4)
         partial.rename(path)
     return path
+
+
+def measured(command: list[str]) -> tuple[str, float, int]:
+    """Run a command: its stdout, its seconds, and the largest resident set of its process in bytes, mapped files included."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)}: failed")
+    return text, time.perf_counter() - began, usage.ru_maxrss * 1024
 
 
 def machine() -> dict[str, Any]:

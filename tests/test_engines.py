@@ -345,3 +345,11 @@ def test_tensorrt_rtx_that_is_not_there_is_named_with_its_package(
     refused(dlm_export("engine", unbuilt, "--target", "rtx5090"), 2, says)
     refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", tmp_path / "new" / "bundle"), 2, says)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_device_whose_tensorrt_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, unbuilt: Path) -> None:
+    find_spec = engines.importlib.util.find_spec
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find_spec(name))
+    monkeypatch.setattr(engines, "device_sm", lambda: 110)
+    says = ["SM 11.0", "is not installed for this Python", "pip install tensorrt", "python3-libnvinfer"]
+    refused(dlm_export("engine", unbuilt, "--target", "thor"), 2, says)

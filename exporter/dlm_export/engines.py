@@ -214,6 +214,11 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
                 "pip install 'dlm-export[rtx]'. Or pass --no-engine, and build the engine on the device."
             )
     found = device_sm()
+    if found in reported_sms(target.sm) and importlib.util.find_spec("tensorrt") is None:
+        raise EngineError(
+            f"this is a device of SM {sm_text(target.sm)}, and TensorRT {target.tensorrt} is not installed for this Python: "
+            "pip install tensorrt; on a Jetson apt-get install python3-libnvinfer, and a venv made with --system-site-packages."
+        )
     if found is None or importlib.util.find_spec("tensorrt") is None:
         return None
     if found not in reported_sms(target.sm):
