@@ -122,7 +122,7 @@ def test_a_precision_that_a_target_lacks_is_refused_with_the_rule(names: list[st
 
 
 def test_a_refusal_for_several_targets_lists_only_what_all_of_them_run() -> None:
-    told = refusal(["rtx5090", "rtx4090", "agx-orin"], "nvfp4").partition("rtx5090, rtx4090, agx-orin all run ")[2]
+    told = refusal(["rtx5090", "rtx4090", "sm86"], "nvfp4").partition("rtx5090, rtx4090, sm86 all run ")[2]
     listed = told.replace(" and recipes", ", ").split(", ")
     assert {"fp16", "bf16", "int8", "int4"} <= set(listed)
     assert not {"fp8", "nvfp4", "mixed"} & set(listed)
@@ -130,8 +130,8 @@ def test_a_refusal_for_several_targets_lists_only_what_all_of_them_run() -> None
 
 def test_several_targets_share_one_recipe() -> None:
     assert recipe_for(find_all(["rtx5090", "rtx4090"]), "fp8") == RECIPES["fp8"]
-    assert recipe_for(find_all(["agx-orin", "thor", "sm86"]), "int4") == RECIPES["int4-g64"]
-    assert recipe_for(find_all(["agx-orin", "thor"]), "bf16") is None
+    assert recipe_for(find_all(["h100", "thor", "sm86"]), "int4") == RECIPES["int4-g64"]
+    assert recipe_for(find_all(["agx-orin", "orin-nx"]), "bf16") is None
 
 
 def test_a_recipe_file_is_checked_like_a_preset(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ Inputs and outputs, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tok
 ``score_rows``                         int64 ``[B, R]``            rows of T to predict, gathered before the head
 ``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached rows in any order, position-encoded
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   best first, the mask token excluded
-``entropy``                            fp32 ``[B, R]``             sum of p ln(p + 1e-10)
+``entropy``                            fp32 ``[B, R]``             sum of p ln p, the mask token's p being 0
 ``logits``                             fp32 ``[B, R, V]``          raw
 ``present_key.i``, ``present_value.i`` ``[B, Hkv, T, D]``          the T new rows
 =====================================  ==========================  =================================================
@@ -99,7 +99,9 @@ class Pass(nn.Module):
         logits = self.denoiser.project(features.gather(1, rows)).float()
         probs = (logits + self.mask_token_bias).softmax(-1)
         top_prob, top_token = probs.topk(TOP_K)
-        entropy = (probs * (probs + 1e-10).log()).sum(-1)
+        # sum p ln p without a logarithm a token: ln p is a logit's distance from the best one's, plus the best one's ln p.
+        behind = logits - logits.gather(-1, top_token[..., :1])
+        entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
         return (top_token.int(), top_prob, entropy, logits, *flat)
 
