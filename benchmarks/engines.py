@@ -4,8 +4,9 @@
                                  [--targets rtx4090,rtx5090,gb10] [--json FILE]
 
 The bundle is built once a precision, without engines; each engine then by `dlm-export engine` in a process of its own. Peak
-memory is that process's largest resident set, mapped files included, over the size of the bundle's weights. Random denoisers
-are calibrated on few random ids and not judged: what is measured is the builder.
+memory is that process's largest resident set, mapped files included, over the size of the bundle's weights. The demo's bundles
+are calibrated on its own data and judged on the 64 commands kept from it, by ONNX Runtime on the graph that the entry names.
+Random denoisers are calibrated on few random ids and not judged: there, what is measured is the builder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from shapes import ROOT, checkpoint, machine, measured
 
 from dlm_export import targets
 
-CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
+FEW = ("--calib-samples", "8", "--calib-states", "4", "--no-verify")
+JUDGED = 64
 LEAST_TARGET = {"nvfp4": "rtx5090", "mixed": "rtx5090"}  # the bundle is built for; others go by their SM
 
 
@@ -33,11 +35,25 @@ def bundle(size: str, precision: str) -> Path:
     if not (output / "manifest.json").is_file():
         source = ROOT / "examples" / "demo-denoiser" if size == "demo" else checkpoint(size)
         target = LEAST_TARGET.get(precision, "rtx4090")
-        options = ["--target", target, "--precision", precision, "--no-engine", "--no-verify", "--force", "--json"]
-        calibration = [] if precision in targets.find(target).full_precisions else list(CALIBRATION)
-        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), *options, *calibration]
+        options = ["--target", target, "--precision", precision, "--no-engine", "--force", "--json"]
+        effort = ["--judged", str(JUDGED)] if size == "demo" else list(FEW)
+        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), *options, *effort]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return output
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    """What accuracy.json says of a quantised bundle."""
+    path = folder / "accuracy.json"
+    found = json.loads(path.read_text()).get("judgement") if path.is_file() else None
+    if found is None:
+        return {}
+    return {
+        "top1": found["overall"]["top1"],
+        "flips": [found["frontier"]["flips"], found["frontier"]["committed"]],
+        "task": found["free_running"]["task"]["candidate"],
+        "reference_task": found["free_running"]["task"]["reference"],
+    }
 
 
 def measure(size: str, precision: str, target: str) -> dict[str, Any]:
@@ -45,7 +61,7 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
     folder = bundle(size, precision)
     command = [sys.executable, "-m", "dlm_export.cli", "engine", str(folder), "--target", target, "--force", "--json"]
     text, seconds, peak = measured(command)
-    entry = json.loads(text)
+    entry = json.loads(text)["engines"][target]
     weights = (folder / "denoiser.onnx.data").stat().st_size
     engine = (folder / entry["file"]).stat().st_size
     return {
@@ -64,6 +80,8 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
         "audit": entry["audit"]["method"],
         "held": dict(Counter(entry["audit"]["layers"].values())),
         "fallbacks": len(entry["audit"]["fallbacks"]),
+        "graph": entry["graph"],
+        **judged(folder),
     }
 
 
@@ -86,7 +104,8 @@ def main() -> None:
                 print(
                     f"{size:>5} {precision:>6} {target:>8}: {row['build_s']:6.1f} s, weights {sizes[0]:7.1f} MiB, "
                     f"engine {sizes[1]:7.1f} MiB, peak {sizes[2]:7.0f} MiB ({row['peak_over_weights']:.2f} x weights), "
-                    f"held {row['held']}, {row['fallbacks']} fallbacks",
+                    f"held {row['held']}, {row['fallbacks']} fallbacks"
+                    + (f", top-1 {row['top1']:.4f}, flips {row['flips']}, right {row['task']:.3f}" if "top1" in row else ""),
                     flush=True,
                 )
     if arguments.json:

@@ -52,6 +52,7 @@ typedef struct {
   /* noted by run(); under the lock, as two threads may share a denoiser */
   pthread_mutex_t lock;
   int32_t passes, generation, broken_promises;
+  int32_t last[3]; /* tokens, cached and rows of the last pass */
 } fake;
 
 static fake make_fake(void) {
@@ -115,6 +116,7 @@ static dlm_status run(void *user, const dlm_pass *p) {
   fake *f = user;
   pthread_mutex_lock(&f->lock);
   const int is_bad = f->passes++ == f->bad_at;
+  f->last[0] = p->tokens, f->last[1] = p->cached, f->last[2] = p->rows;
   if (p->present_keys != NULL) ++f->generation;
   f->broken_promises += broken_promises(f, p);
   if (p->present_keys != NULL && p->present_values != NULL) {
@@ -223,7 +225,8 @@ static void test_static_functions(void) {
   dlm_bundle_denoiser(NULL, &denoiser);
   CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0');
   CLAIM(dlm_session_last_error(NULL)[0] != '\0');
-  dlm_stats stats = {7, 7, 7, 7, 7};
+  dlm_stats stats;
+  memset(&stats, 0x55, sizeof stats);
   dlm_session_stats(NULL, NULL);
   dlm_session_stats(NULL, &stats);
   CLAIM(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0);
@@ -385,8 +388,9 @@ static void test_presets(const char *path) {
 static void refuse_request(dlm_session *session, const fake *f, const dlm_generate_options *options, const int32_t *given,
                            size_t count, dlm_status wanted, int line) {
   int32_t tokens[LONGEST];
-  dlm_stats stats = {7, 7, 7, 7, 7};
+  dlm_stats stats;
   size_t length = 99;
+  memset(&stats, 0x55, sizeof stats);
   for (size_t i = 0; i < LONGEST; ++i) tokens[i] = 7; /* ids without fault */
   if (given != NULL && count <= LONGEST) memcpy(tokens, given, count * sizeof *given);
   has_status(dlm_session_generate(session, options, tokens, count, LONGEST, &stats, &length), wanted, session, line);
@@ -583,7 +587,7 @@ static void test_steps(void) {
 typedef struct {
   int32_t calls, stop_at;
   dlm_session *re_entered; /* the session that is generating, or NULL */
-  dlm_status answers[4];
+  dlm_status answers[5];
 } watcher;
 
 static int32_t watch(void *user, const dlm_step *step) {
@@ -602,6 +606,7 @@ static int32_t watch(void *user, const dlm_step *step) {
     w->answers[1] = dlm_session_start(w->re_entered, &options, NULL, 0);
     w->answers[2] = dlm_session_logits(w->re_entered, prompt, 1, &row, 1, logits, V);
     w->answers[3] = dlm_session_generate(w->re_entered, &options, tokens, 0, 8, NULL, &length);
+    w->answers[4] = dlm_session_time_passes(w->re_entered, 4, 0, 4, NULL, 0);
     dlm_session_stats(w->re_entered, &stats); /* only reads */
     CLAIM(stats.nfe == step->nfe);
   }
@@ -635,7 +640,7 @@ static void test_step_callbacks(void) {
   watcher meddler = {0, 0, session, {0}};
   options.user = &meddler;
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
-  for (size_t i = 0; i < 4; ++i) CLAIM(meddler.answers[i] == DLM_INVALID_ARGUMENT);
+  for (size_t i = 0; i < 5; ++i) CLAIM(meddler.answers[i] == DLM_INVALID_ARGUMENT);
   CLAIM(meddler.calls == 8 && length == 11);
   f.re_entered = session;
   is_usable(session, &f, __LINE__);
@@ -789,6 +794,12 @@ static void test_counts(void) {
   options.steps = 6;
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
   CLAIM(stats.nfe == 6 && stats.prefill_s > 0 && stats.passes_s > 0 && f.broken_promises == 0);
+  CLAIM(stats.selection_s > 0 && stats.cache_s > 0);
+  CLAIM(stats.prefill_s + stats.passes_s + stats.selection_s + stats.cache_s <= stats.total_s); /* each second counts once */
+  policy.cache = "none";
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  CLAIM(stats.prefill_s == 0 && stats.cache_s == 0 && stats.passes_s > 0 && stats.selection_s > 0);
+  policy.cache = "dual";
   f.eos_at = 5; /* in the first of two blocks */
   options.steps = 0;
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
@@ -796,6 +807,57 @@ static void test_counts(void) {
   options.policy = NULL; /* dlm_policy_init's for a callback bundle */
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 16);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+static int last_was(const fake *f, int32_t tokens, int32_t cached, int32_t rows) {
+  return f->last[0] == tokens && f->last[1] == cached && f->last[2] == rows;
+}
+
+static void test_timed_passes_are_those_that_were_asked_for(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  double seconds[3] = {-1, -1, -1};
+#define REFUSE(...) SESSION_STATUS(dlm_session_time_passes(session, __VA_ARGS__), DLM_INVALID_ARGUMENT)
+  CLAIM(dlm_session_time_passes(NULL, 1, 0, 1, seconds, 1) == DLM_INVALID_ARGUMENT);
+  REFUSE(0, 0, 1, seconds, 1);
+  REFUSE(-1, 0, 1, seconds, 1);
+  REFUSE(4, -1, 4, seconds, 1);
+  REFUSE(4, 0, 0, seconds, 1);
+  REFUSE(4, 0, 5, seconds, 1);
+  REFUSE(LONGEST + 1, 0, 1, seconds, 1);
+  REFUSE(1, LONGEST, 1, seconds, 1);
+  REFUSE(INT32_MAX, INT32_MAX, 1, seconds, 1);
+  REFUSE(4, 0, 4, NULL, 1);
+#undef REFUSE
+  CLAIM(f.passes == 0 && seconds[0] == -1);
+  SESSION_STATUS(dlm_session_time_passes(session, 4, 0, 3, seconds, 2), DLM_OK);
+  CLAIM(f.passes == 2 && last_was(&f, 4, 0, 3) && seconds[0] > 0 && seconds[1] > 0 && seconds[2] == -1);
+  SESSION_STATUS(dlm_session_time_passes(session, 4, LONGEST - 4, 4, seconds, 3), DLM_OK);
+  CLAIM(f.passes == 6 && last_was(&f, 4, LONGEST - 4, 4) && seconds[2] > 0); /* and one that fills the cache */
+  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, NULL, 0), DLM_OK);
+  CLAIM(f.passes == 6 && f.broken_promises == 0); /* only checked */
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 8);
+  dlm_step step;
+  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, seconds, 1), DLM_OK);
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* timing dropped the request */
+  f.bad_at = f.passes + 1;
+  f.bad_status = DLM_ENGINE_FAILED;
+  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, seconds, 1), DLM_ENGINE_FAILED);
+  is_usable(session, &f, __LINE__);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+  dlm_denoiser plain = describe(&f);
+  plain.has_cache = 0;
+  bundle = NULL;
+  STATUS(dlm_bundle_from_callback(&plain, run, &f, NULL, 0, &bundle), DLM_OK);
+  session = open_session(bundle);
+  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, seconds, 1), DLM_UNSUPPORTED);
+  SESSION_STATUS(dlm_session_time_passes(session, 4, 0, 1, seconds, 1), DLM_OK);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
 }
@@ -878,6 +940,7 @@ int main(int argc, char **argv) {
   test_canvases_of_every_kind_are_filled();
   test_a_new_session_takes_a_canvas_of_masks_alone();
   test_counts();
+  test_timed_passes_are_those_that_were_asked_for();
   test_threads(argv[1]);
   printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;

@@ -547,21 +547,18 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
     assert _opens(bundle, engine="none")
     _change(bundle, "engines", "rtx5090", *path, value=value)
     assert VALIDATOR.is_valid(_read(bundle))
-    message = _refusal(bundle, engine="none")
+    assert _opens(bundle, engine="none")  # so that it can be built again
+    message = _refusal(bundle, engine="tensorrt")
     assert "engines.rtx5090 was edited after it was written" in message
-    assert (
-        "take this entry out of manifest.json and build the engine again (dlm-export engine BUNDLE --target rtx5090)" in message
-    )
+    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
 
 
 @pytest.mark.parametrize(("key", "file"), [("judged", "denoiser.onnx"), ("device", "denoiser.onnx"), ("weights", DATA_FILE)])
 def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, file: str) -> None:
     _write_with_engine(bundle, lambda entry: entry["graph"].update({key: "0" * 64}))
-    message = _refusal(bundle, engine="none")
+    message = _refusal(bundle, engine="tensorrt")
     assert f"engines.rtx5090.graph.{key}: was built from another graph than this bundle's {file}" in message
-    assert (
-        "take this entry out of manifest.json and build the engine again (dlm-export engine BUNDLE --target rtx5090)" in message
-    )
+    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
 
 
 @pytest.mark.parametrize(

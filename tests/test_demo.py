@@ -75,7 +75,7 @@ def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
     by_tokens = demo.generate(tokens=demo.tokenizer.encode(COMMAND), max_new_tokens=64, preset="fast-dllm")
     assert by_prompt.tokens == by_chat.tokens == by_tokens.tokens
     assert by_prompt.text == by_chat.text == by_tokens.text
-    assert set(by_prompt.timings) == {"prefill", "passes", "total"}
+    assert set(by_prompt.timings) == {"prefill", "passes", "selection", "cache", "total"}
 
 
 def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:

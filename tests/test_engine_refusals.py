@@ -68,10 +68,9 @@ def cpu_fp16(llada_checkpoint: Path) -> Path:
 
 ENGINE_REFUSALS = [
     (("--target", "rtx5090"), ["was built for cpu and has no device graph", "--target rtx5090"]),
-    (("--target", "h100"), ["is built on the device", "TensorRT 10"]),
+    (("--target", "h100"), ["was built for cpu and has no device graph", "--target h100"]),
     (("--target", "cpu"), ["target cpu needs no engine"]),
     (("--target", "rtx6090"), ["unknown target 'rtx6090'"]),
-    (("--target", "agx-orin", "--builder", "tensorrt_rtx"), ["does not build for agx-orin (SM 8.7)"]),
 ]
 
 
@@ -95,7 +94,42 @@ def test_layers_that_the_new_target_does_not_take_are_refused(tmp_path: Path) ->
 
 
 def test_an_fp32_bundle_gets_no_engine(llada_bundle: Path) -> None:
-    refused(dlm_export("engine", llada_bundle, "--target", "rtx5090"), 2, ["target rtx5090 does not run 'fp32'"])
+    refused(dlm_export("engine", llada_bundle, "--target", "rtx5090"), 2, ["has no device graph", "--target rtx5090"])
+
+
+DEVICE_REFUSALS = [
+    (("--target", "h100"), ["is built on the device", "TensorRT 10.14"]),
+    (("--target", "agx-orin", "--builder", "tensorrt_rtx"), ["does not build for agx-orin (SM 8.7)"]),
+    (("--target", "agx-orin"), ["graph of opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"]),
+    (("--target", "rtx5090,rtx5090"), ["rtx5090 is given more than once"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), DEVICE_REFUSALS, ids=[" ".join(each) for each, _ in DEVICE_REFUSALS])
+def test_an_engine_that_cannot_be_built_here_is_refused(
+    llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: list[str]
+) -> None:
+    monkeypatch.setattr(engines, "device_sm", lambda: None)
+    bundle = gpu_bundle("fp16", "rtx5090", source=llada_checkpoint)
+    before = contents(bundle)
+    refused(dlm_export("engine", bundle, *arguments), 2, says)
+    assert contents(bundle) == before
+
+
+def test_groups_that_do_not_divide_a_layer_are_refused_before_any_work(llada_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    done = dlm_export("build", llada_checkpoint, "--target", "agx-orin", "--precision", "int4-g128", "-o", out)
+    refused(done, 2, ["groups of 128, and 64 inputs are no multiple", "int4 has 64"])
+    assert not out.exists()
+
+
+def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    done = dlm_export(
+        "build", llada_checkpoint, "--target", "thor", "--precision", "fp16", "--plain-graph", "--no-verify", "-o", out
+    )
+    assert done.exit_code == 0, done.output
+    assert read_manifest(out)["graph"]["opset"] == engines.PLAIN_OPSET
 
 
 # ---- Memory ----

@@ -5,6 +5,8 @@ No test executes an engine: that takes the GPU it was built for.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -205,7 +207,7 @@ def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
     entry = changed["engines"].pop("gb10")
     assert changed["files"].pop(new) == {"bytes": len(after[new]), "sha256": hashlib.sha256(after[new]).hexdigest()}
     assert changed | {"targets": ["rtx5090"]} == manifest
-    printed = json.loads(result.stdout)
+    printed = json.loads(result.stdout)["engines"]["gb10"]
     assert {key: printed[key] for key in entry} == entry
     jsonschema.validate(read_manifest(fp16), SCHEMA)
     with dlm_runtime.open(fp16, engine="none") as opened:
@@ -269,17 +271,42 @@ def test_run_refuses_an_engine_that_was_damaged_or_edited(fp16: Path, damage: Ca
     refused(dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4), 2, [says])
 
 
-def test_an_entry_that_was_edited_is_taken_out_and_built_again(fp16: Path) -> None:
-    path = fp16 / "manifest.json"
-    manifest = read_manifest(fp16)
-    manifest["engines"]["rtx5090"]["version"] = "1.7.1.117"
-    path.write_text(json.dumps(manifest))
-    refused(dlm_export("engine", fp16, "--target", "rtx5090", "--force"), 2, ["take this entry out of manifest.json"])
-    del manifest["engines"]["rtx5090"]
-    path.write_text(json.dumps(manifest))
-    assert dlm_export("engine", fp16, "--target", "rtx5090").exit_code == 0
-    with dlm_runtime.open(fp16, engine="none") as opened:
-        assert opened.manifest["engines"]["rtx5090"]["version"] == trt.__version__
+@pytest.mark.parametrize("damage", ["edited", "truncated", "missing"])
+def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -> None:
+    manifest, path = read_manifest(fp16), fp16 / "engines" / "rtx5090.engine"
+    if damage == "edited":
+        manifest["engines"]["rtx5090"]["version"] = "1.7.1.117"
+        (fp16 / "manifest.json").write_text(json.dumps(manifest))
+    elif damage == "truncated":
+        os.truncate(path, 1000)
+    else:
+        path.unlink()
+    run = ("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4)
+    assert "engine" in dlm_export(*run).stderr
+    assert dlm_export(*run, "--engine", "onnxruntime").exit_code == 0  # the graph is not the engine's
+    assert dlm_export("engine", fp16, "--target", "rtx5090", "--force").exit_code == 0
+    assert read_manifest(fp16)["engines"]["rtx5090"]["version"] == trt.__version__
+    assert path.stat().st_size == read_manifest(fp16)["files"]["engines/rtx5090.engine"]["bytes"]
+    assert dlm_export("engine", fp16, "--target", "rtx5090", "--remove").exit_code == 0
+    assert not path.exists()
+    assert "engines/rtx5090.engine" not in read_manifest(fp16)["files"]
+    refused(dlm_export("engine", fp16, "--target", "rtx5090", "--remove"), 2, ["has no engine for rtx5090"])
+    refused(dlm_export(*run), 2, ["holds no TensorRT engine", "dlm-export engine BUNDLE --target"])
+
+
+def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(fp16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(fp16)
+    held = os.open(fp16, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["another dlm-export is changing its engines"])
+    os.close(held)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(engines, "build_engine", fail)
+    refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["gb10.engine: cannot write (Read-only file system)"])
+    assert contents(fp16) == before
 
 
 # ---- What the builder refuses ----

@@ -400,7 +400,7 @@ def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: D
     status, message = opening(drive, write_bundle(tmp_path / "bundle", {}))
     assert status == "UNSUPPORTED"
     assert "holds no TensorRT engine" in message
-    assert "dlm-export engine BUNDLE --target sm120" in message
+    assert "dlm-export engine BUNDLE --target" in message
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def build(
     precision: str = "fp32",
     activations: str | None = None,
     engine: EngineOptions | None = None,
+    plain_graph: bool = False,
     force: bool = False,
     overrides: Overrides | None = None,
     check_parity: bool = True,
@@ -120,13 +121,13 @@ def build(
 
     ``target`` names one device or several GPUs; ``precision`` is a full one (fp32 and fp16 on a CPU, fp16 and bf16 on GPUs),
     the name or file of a recipe, or ``auto``. ``activations`` (fp16, bf16) are of quantised bundles for GPUs, None: as the
-    source is stored. ``engine`` says how engines are built, None: not here. ``check_parity=False`` skips parity, and the
-    judging of a quantised bundle.
+    source is stored. ``engine`` says how engines are built, None: not here. ``plain_graph`` writes elementary operators only,
+    for TensorRT before 10.14. ``check_parity=False`` skips parity, and the judging of a quantised bundle.
 
     Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError; ParityError when the finished
     bundle differs from torch; AccuracyError when it misses a budget; AuditError when an engine is not what was asked for.
     """
-    work = _Build(output, target, precision, activations, engine, options, check_parity, progress)
+    work = _Build(output, target, precision, activations, engine, plain_graph, options, check_parity, progress)
     work.progress.start("read source", 1)
     return work.run(open_source(source_path, overrides), force)
 
@@ -139,13 +140,14 @@ def build_from(
     precision: str = "fp32",
     activations: str | None = None,
     engine: EngineOptions | None = None,
+    plain_graph: bool = False,
     force: bool = False,
     check_parity: bool = True,
     options: QuantiseOptions | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """``build`` from a source that is open already."""
-    work = _Build(output, target, precision, activations, engine, options, check_parity, progress)
+    work = _Build(output, target, precision, activations, engine, plain_graph, options, check_parity, progress)
     return work.run(source, force)
 
 
@@ -157,6 +159,7 @@ class _Build:
         precision: str,
         activations: str | None,
         engine: EngineOptions | None,
+        plain_graph: bool,
         options: QuantiseOptions | None,
         check_parity: bool,
         progress: Progress | None,
@@ -165,7 +168,8 @@ class _Build:
         self.options, self.engine_options = options or QuantiseOptions(), engine
         self.progress = progress or Silent()
         self.targets = targets.find_all([target] if isinstance(target, str) else target)
-        self.on_gpu, self.is_plain = self.targets[0].sm is not None, self.targets[0].needs_plain_graph
+        self.on_gpu = self.targets[0].sm is not None
+        self.is_plain = self.targets[0].needs_plain_graph or plain_graph
         self.recipe = targets.recipe_for(self.targets, precision)
         if self.recipe is not None and self.options.recipe_changes:
             self.recipe = replace(self.recipe, **self.options.recipe_changes)
@@ -252,7 +256,7 @@ class _Build:
                 self.progress.advance()
             if self.on_gpu:
                 self.build_engines(hashed)
-                bundle_files.finish(folder, self.manifest, hashed)
+                hashed = bundle_files.finish(folder, self.manifest, hashed)
             if self.check_parity:
                 proof = self.prove(done)
                 (folder / ACCURACY_FILE).write_text(json.dumps(proof, indent=1, allow_nan=False) + "\n")
@@ -326,7 +330,7 @@ class _Build:
         formats = None
         if recipe is not None:
             formats = recipe.formats(list(shapes))
-            quantise.check(shapes, formats)
+            quantise.check(shapes, formats, for_tensorrt=self.on_gpu)
         is_run = recipe is None or formats is None or recipe.needs_states(formats)
         if self.precision == STORED:
             is_run = False  # the checkpoint brings its ranges along
@@ -381,6 +385,8 @@ class _Build:
         assert self.data is not None
         options = self.options
         formats = auto.formats_for(self.targets, options.auto)
+        for name in formats if self.on_gpu else ():
+            quantise.check(shapes, dict.fromkeys(shapes, name), for_tensorrt=True)
         with self.stage("search", auto.units(shapes, formats, len(states))):
             found = auto.search(
                 self.source,
@@ -442,13 +448,20 @@ class _Build:
                 calibrate.simulate(denoiser, done)
             return denoiser
 
-        kind = self.base if done is None else "quantised" if self.base != "bf16" else "quantised, bf16"
+        kind = self.base if done is None else self.parity_kind(done)
         with self.stage("check parity", 2 * check_units(self.presets)):
             self.report.parity = check(self.folder, c, load, self.presets, kind, progress=self.progress)
         if self.report.parity.misses:
             raise ParityError(f"{self.output}: not written, it differs from PyTorch: {self.report.parity.summary}")
         proof: dict[str, Any] = {"parity": self.report.parity.as_dict()}
         return proof if done is None else proof | self.judge(done)
+
+    def parity_kind(self, done: calibrate.Quantisation) -> str:
+        """Which of ``verify.TOLERANCES`` a quantised bundle is held to."""
+        if self.base != "bf16":
+            return "quantised"
+        is_four_bit = any(FORMATS[name].activations == "nvfp4" for name in done.formats.values())
+        return "four-bit activations, bf16" if is_four_bit else "quantised, bf16"
 
     def judge(self, done: calibrate.Quantisation) -> dict[str, Any]:
         """What quantisation costs, and the threshold that makes up for it. Raises AccuracyError."""

@@ -21,11 +21,13 @@ import click
 from dlm_export.printing import (
     Bars,
     format_bytes,
+    print_bench,
     print_build,
     print_engine,
     print_json,
     print_judgement,
     print_parity,
+    print_plan,
     print_table,
     print_targets,
 )
@@ -94,7 +96,7 @@ _engine_option = click.option(
     type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
     default="auto",
     show_default=True,
-    help="What makes the passes; auto: TensorRT where the bundle has engines.",
+    help="What makes the passes; auto: TensorRT for bundles built for GPUs.",
 )
 _cpu_engine_option = click.option(
     "--engine",
@@ -273,6 +275,7 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
             target=names,
             precision=values["precision"],
             activations=values["activations"],
+            plain_graph=bool(values["plain_graph"]),
             engine=None if values["no_engine"] or not on_gpu else _engine_options(values),
             force=values["force"],
             overrides=_overrides(values["mask_token_id"], values["max_canvas_length"]),
@@ -342,7 +345,10 @@ _ENGINE_OPTIONS = (
         "--allow-fallback", is_flag=True, default=None, help="Take layers held otherwise than asked; the manifest says so."
     ),
 )
-_ENGINE_ONLY = ("activations", "canvas", "block", "workspace", "timing_cache", "builder", "allow_fallback", "no_engine")
+_ENGINE_ONLY = (
+    *("activations", "canvas", "block", "workspace", "timing_cache"),
+    *("builder", "allow_fallback", "no_engine", "plain_graph"),
+)
 
 
 def _engine_options(values: dict[str, Any]) -> EngineOptions:
@@ -365,6 +371,12 @@ _OUTPUT_OPTIONS = (
     ),
     click.option("--force", is_flag=True, help="Replace the bundle that is there."),
     click.option("--no-verify", is_flag=True, help="Skip parity and judging, which hold the denoiser in fp32."),
+    click.option(
+        "--plain-graph",
+        is_flag=True,
+        default=None,
+        help="Elementary operators only, for TensorRT 10.3 to 10.13; Orin's always.",
+    ),
     click.option(
         "--no-engine", is_flag=True, default=None, help="Leave engines to `dlm-export engine`, here or on the device."
     ),
@@ -408,11 +420,12 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 
 @main.command(context_settings=CONTEXT)
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--target", required=True, help="Device to build for; `dlm-export targets` lists them.")
+@click.option("--target", required=True, help="Device, or several with commas; `dlm-export targets` lists them.")
 @click.option("--force", is_flag=True, help="Replace the engine that is there.")
+@click.option("--remove", is_flag=True, help="Take the engine out of the bundle instead.")
 @_options(_ENGINE_OPTIONS)
 @_json_option
-def engine(bundle: Path, target: str, force: bool, as_json: bool, **values: Any) -> None:
+def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any) -> None:
     """Build a TensorRT engine into a bundle that was built for GPUs. Needs no torch and no onnx.
 
     TensorRT-RTX does it anywhere for RTX GPUs; for the others it is done on the device.
@@ -420,20 +433,30 @@ def engine(bundle: Path, target: str, force: bool, as_json: bool, **values: Any)
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
     import dlm_runtime
-    from dlm_export.engines import add_engine
-    from dlm_export.targets import find
+    from dlm_export.engines import add_engine, remove_engine
+    from dlm_export.targets import find_all
 
-    device = find(target)
-    with dlm_runtime.open(bundle, engine="none") as opened:
-        manifest = opened.manifest
-    with Bars() as bars:
-        built = add_engine(bundle, manifest, device, _engine_options(values), force=force, progress=bars)
-    for warning in built.warnings:
-        _warn(f"TensorRT: {warning}")
+    if remove:
+        _refuse(values, tuple(values), "is for building engines; --remove takes one out")
+    told = {}
+    for device in find_all(_names(target)):
+        with dlm_runtime.open(bundle, engine="none") as opened:
+            manifest = opened.manifest
+        if remove:
+            size = remove_engine(bundle, manifest, device)
+            told[device.name] = {"removed_bytes": size}
+            if not as_json:
+                click.echo(f"Removed the engine for {device.name}, {format_bytes(size)}")
+            continue
+        with Bars() as bars:
+            built = add_engine(bundle, manifest, device, _engine_options(values), force=force, progress=bars)
+        for warning in built.warnings:
+            _warn(f"TensorRT: {warning}")
+        told[device.name] = built.entry | {"seconds": built.seconds}
+        if not as_json:
+            print_engine(built, (bundle / built.entry["file"]).stat().st_size)
     if as_json:
-        print_json({"target": built.target, "seconds": built.seconds, **built.entry})
-    else:
-        print_engine(built, (bundle / built.entry["file"]).stat().st_size)
+        print_json({"engines": told})
 
 
 @main.command(context_settings=CONTEXT)
@@ -619,7 +642,7 @@ def run(
 ) -> None:
     """Generate from a bundle.
 
-    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven tomorrow" --preset fast-dllm --watch
+    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --max-new-tokens 64 --preset fast-dllm
     """
     import dlm_runtime
 
@@ -659,6 +682,36 @@ def run(
     click.echo(f"[{passes}, {result.timings['total'] * 1e3:.1f} ms, {opened.engine}]", err=True)
 
 
+@main.command(context_settings=CONTEXT)
+@click.argument("bundle", type=CHECKPOINT)
+@click.option(
+    "--passes", help="tokens,cached,rows of passes, with semicolons.  [default: 32,224,32;256,0,256, as far as it fits]"
+)
+@click.option("--prompt-tokens", type=click.IntRange(0), help="Made-up tokens given to the generation.  [default: 128]")
+@click.option("--new-tokens", type=click.IntRange(1), help="Mask tokens that it fills.  [default: 128]")
+@click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
+@click.option(
+    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
+)
+@_engine_option
+@_threads_option
+@_json_option
+def bench(bundle: Path, passes: str | None, as_json: bool, **values: Any) -> None:
+    """Measure a bundle on this machine: passes, a generation and its parts, memory, and the distance from the machine's limit.
+
+    Example: dlm-export bench build/demo-int8 --preset fast-dllm --passes "32,224,32;256,0,256"
+    """
+    from dlm_export import bench as bencher
+
+    sizes = None if passes is None else bencher.parse_passes(passes)
+    with Bars() as bars:
+        result = bencher.bench(bundle, bencher.BenchOptions(passes=sizes, **values), bars)
+    if as_json:
+        print_json(result)
+    else:
+        print_bench(result)
+
+
 def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -674,6 +727,101 @@ def _token_list(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as err:
         raise click.UsageError(f"--tokens: {text!r} is not a list of integers") from err
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("source", type=CHECKPOINT, required=False)
+@click.option("--targets", "names", required=True, help="Devices, with commas, or all; `dlm-export targets` lists them.")
+@click.option("--sizes", help="Instead of SOURCE: LLaDA's shape at these sizes, with commas, such as 1B,8B,100B.")
+@click.option("--precisions", help="With commas.  [default: all that a target runs]")
+@click.option("--block-length", default="32", show_default=True, help="Tokens decided before the next block; with commas.")
+@click.option("--tokens-per-pass", default="1,2,4,8", show_default=True, help="Tokens committed in a pass; with commas; x>=1.")
+@click.option("--prompt-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens given.")
+@click.option("--new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
+@click.option("--batch", type=click.IntRange(1, 65536), default=1, show_default=True, help="Canvases in a pass.")
+@click.option("--price-per-hour", help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.")
+@click.option("--measured", type=CHECKPOINT, help="What `dlm-export bench --json` printed here: calibrates the cpu.")
+@click.option("--plot", type=CHECKPOINT, help="File (.png, .svg) for the growth with canvas, batch and size.")
+@click.option("--force", is_flag=True, help="Replace the plot that is there.")
+@_options((_mask_option, _canvas_option, _json_option))
+def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_json: bool, **values: Any) -> None:
+    """Predict time, memory and cost on devices, by the roofline: limits, before anything is built.
+
+    SOURCE is a checkpoint or a bundle. Needs no torch for a bundle.
+
+    Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
+    """
+    from dlm_export import plan as planner
+    from dlm_export.measured import read_measured
+    from dlm_export.shapes import read_shape, scaled_shape
+
+    if (source is None) == (values["sizes"] is None):
+        raise click.UsageError("give a checkpoint or bundle, or --sizes")
+    if source is None or (source / "manifest.json").is_file():
+        _refuse(values, ("mask_token_id", "max_canvas_length"), "is for checkpoints")
+    targets = planner.find_targets(names)
+    request = planner.Request(
+        prompt_tokens=values["prompt_tokens"],
+        new_tokens=values["new_tokens"],
+        batch=values["batch"],
+        block_lengths=_numbers("--block-length", values["block_length"], int),
+        tokens_per_pass=_numbers("--tokens-per-pass", values["tokens_per_pass"], float),
+        prices=_prices(values["price_per_hour"], [target.name for target in targets]),
+    )
+    if plot is not None:
+        planner.check_plot(plot, force=force)
+    measured = None if values["measured"] is None else read_measured(values["measured"])
+    if source is None:
+        shapes = [scaled_shape(size) for size in _names(values["sizes"]) or [""]]
+    else:
+        overrides = (values["mask_token_id"], values["max_canvas_length"])
+        shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, *overrides))]
+    precisions = None if values["precisions"] is None else _names(values["precisions"]) or [""]
+    made = planner.make_plan(shapes, targets, request, precisions, measured)
+    if plot is not None:
+        planner.save_plot(plot, made)
+        click.echo(f"{plot} {format_bytes(plot.stat().st_size)}", err=True)
+    if as_json:
+        print_json(made.as_dict())
+    else:
+        print_plan(made)
+
+
+def _checkpoint_sizes(path: Path, mask_token_id: int | None, max_canvas_length: int | None) -> dict[str, Any]:
+    from dlm_export import families
+    from dlm_export.checkpoint import Checkpoint
+
+    capabilities = families.read_capabilities(Checkpoint(path), _overrides(mask_token_id, max_canvas_length))
+    return {**capabilities.as_dict(), "parameters": capabilities.parameter_count()}
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
+    """The numbers of at least 1 in a list with commas."""
+    try:
+        found = tuple(kind(part) for part in _names(text))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= number < math.inf for number in found):
+        raise click.UsageError(f"{option} {text!r}: write numbers from 1 on, with commas between")
+    return found
+
+
+def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
+    """Target -> price an hour, of one number for all or TARGET=NUMBER with commas."""
+    prices: dict[str, float] = {}
+    for part in _names(text or ""):
+        name, equals, number = part.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not 0 < price < math.inf or (equals and name not in targets):
+            raise click.UsageError(f"--price-per-hour {part!r}: write a number, or TARGET=NUMBER of {', '.join(targets)}")
+        prices |= {name: price} if equals else dict.fromkeys(targets, price)
+    return prices
 
 
 @main.command(context_settings=CONTEXT)

@@ -11,6 +11,7 @@ docs.nvidia.com/deeplearning/tensorrt (10.x, 11.x) and docs.nvidia.com/deeplearn
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -36,6 +37,7 @@ from dlm_runtime.errors import DlmError
 RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls them
 RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")
 WORKSPACE_BYTES = 1 << 30
+PLAIN_OPSET = 21  # of graphs in elementary operators, which every TensorRT 10 parses
 # Warnings that mean the engine would not compute the graph; all others are shown.
 FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is ignored", "not supported")
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, over the weights: see BENCHMARKS.md
@@ -150,7 +152,7 @@ def check_memory(denoiser: Mapping[str, Any], target: Target, weights_bytes: int
     if on_host and available is not None and found.host > available:
         raise EngineError(
             f"building for {target.name} takes about {_gb(found.host)} of host memory, and {_gb(available)} are available. "
-            "Pass --no-engine and run `dlm-export engine` on a larger machine."
+            "Run `dlm-export engine` on a larger machine (`dlm-export build --no-engine` leaves it out here)."
         )
     return found
 
@@ -196,8 +198,7 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     option is nothing that the builder takes.
     """
     wanted = options.builder
-    if target.sm is None:
-        raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
+    assert target.sm is not None, target.name
     kinds = [{"rtx": RTX, "tensorrt": TENSORRT}[kind] for kind in target.engine_kinds]
     if wanted is not None and wanted not in kinds:
         raise EngineError(f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): {' or '.join(kinds)} does")
@@ -211,7 +212,7 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
         if wanted == RTX or importlib.util.find_spec("tensorrt") is None:
             raise EngineError(
                 f"building for {target.name} here needs TensorRT-RTX, which is not installed: "
-                "pip install 'dlm-export[rtx]'. Or pass --no-engine, and build the engine on the device."
+                "pip install 'dlm-export[rtx]'. Or build it on the device (`dlm-export build --no-engine` leaves it out)."
             )
     found = device_sm()
     if found in reported_sms(target.sm) and importlib.util.find_spec("tensorrt") is None:
@@ -224,7 +225,7 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     if found not in reported_sms(target.sm):
         raise EngineError(
             f"TensorRT builds for the GPU that it runs on: this one is SM {sm_text(found)}, {target.name} is SM "
-            f"{sm_text(target.sm)}. Pass --no-engine here, and run `dlm-export engine` on the device."
+            f"{sm_text(target.sm)}. Run `dlm-export engine` there (`dlm-export build --no-engine` leaves it out here)."
         )
     return Builder(TENSORRT, importlib.import_module("tensorrt"), (found,))
 
@@ -262,12 +263,8 @@ def build_engine(
     ``output`` is then the caller's to remove. KeyboardInterrupt cancels the builder first.
     """
     progress = progress or Silent()
-    graph = manifest["graph"].get("device_file")
-    if graph is None:
-        raise EngineError(
-            f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
-            f"Build it with --target {target.name}."
-        )
+    _check_device_graph(folder, manifest, target)
+    graph = manifest["graph"]["device_file"]
     default = manifest["presets"][manifest["default_preset"]]
     limits = limits_of(manifest["denoiser"], default["block_length"], options)
     weights = _weights_file(manifest)
@@ -408,6 +405,8 @@ def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
     if succeeded and not logger.errors:
         return
     reasons = "; ".join(dict.fromkeys(logger.errors)) or "it gave no reason"
+    if "OutOfMemory" in reasons:
+        reasons += ". Without a GPU the builder has little room for constants: a shorter --canvas, or build on the device"
     raise BuilderError(f"{what}: {reasons[:4000]}")
 
 
@@ -507,31 +506,79 @@ def add_engine(
     entries = manifest.get("engines", {})
     if target.name in entries and not force:
         raise EngineError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
+    _check_device_graph(folder, manifest, target)
     _check_precision(target, manifest["precision"])
     builder = find_builder(target, options)
     if builder is None:
+        if target.needs_plain_graph and manifest["graph"]["opset"] > PLAIN_OPSET:
+            raise EngineError(
+                f"{folder}: holds a graph of opset {manifest['graph']['opset']}, which JetPack 6's TensorRT 10.3 cannot parse. "
+                f"Build a bundle with --target {target.name}; JetPack 7.2 takes this one, on the device: "
+                f"`{deferred_command(folder, target)}`."
+            )
         raise EngineError(
             f"an engine for {target.name} (SM {sm_text(target.sm or 0)}) is built on the device: copy the bundle there and run "
             f"`{deferred_command(folder, target)}`. There, TensorRT {target.tensorrt} is needed."
         )
     name = engine_file(target)
     staged = folder / f"{name}.new"
-    try:
-        staged.parent.mkdir(exist_ok=True)
-        built = build_engine(folder, manifest, manifest["files"], target, builder, options, staged, progress)
-        made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
-        os.replace(staged, folder / name)
-        bare = {key: value for key, value in manifest.items() if key != "files"}
-        targets = list(dict.fromkeys([*manifest["targets"], target.name]))
-        changed = bare | {"targets": targets, "engines": entries | {target.name: built.entry}}
-        write_manifest(folder, changed, manifest["files"] | {name: made})
-    except OSError as err:
-        raise OutputError(f"{folder / name}: cannot write ({err})") from err
-    finally:
-        staged.unlink(missing_ok=True)
-        if not any((folder / name).parent.iterdir()):
-            (folder / name).parent.rmdir()
+    with _changing(folder / name):
+        try:
+            built = build_engine(folder, manifest, manifest["files"], target, builder, options, staged, progress)
+            made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
+            os.replace(staged, folder / name)
+            targets = list(dict.fromkeys([*manifest["targets"], target.name]))
+            changed = manifest | {"targets": targets, "engines": entries | {target.name: built.entry}}
+            write_manifest(folder, changed, manifest["files"] | {name: made})
+        finally:
+            staged.unlink(missing_ok=True)
     return built
+
+
+def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
+    """Take an engine out of a bundle; returns the bytes that its file had. Raises EngineError, OutputError."""
+    entries = dict(manifest.get("engines", {}))
+    if target.name not in entries:
+        raise EngineError(f"{folder}: has no engine for {target.name}, only for {', '.join(entries) or 'none'}")
+    path = folder / entries.pop(target.name)["file"]
+    with _changing(path):
+        size = path.stat().st_size if path.is_file() else 0
+        files = {name: entry for name, entry in manifest["files"].items() if name != engine_file(target)}
+        write_manifest(folder, manifest | {"engines": entries}, files)
+        path.unlink(missing_ok=True)
+    return size
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Hold the lock of a bundle while its engine ``path`` changes. OutputError: no way to write, or someone has it."""
+    folder = path.parent.parent
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.parent.mkdir(exist_ok=True)
+        try:
+            yield
+        finally:
+            if not any(path.parent.iterdir()):
+                path.parent.rmdir()
+    except BlockingIOError as err:
+        raise OutputError(f"{folder}: another dlm-export is changing its engines. Wait for it, and try again.") from err
+    except OSError as err:
+        raise OutputError(f"{path}: cannot write ({err.strerror})") from err
+    finally:
+        os.close(held)
+
+
+def _check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
+    """EngineError if there is nothing to build for ``target`` from."""
+    if target.sm is None:
+        raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
+    if "device_file" not in manifest["graph"]:
+        raise EngineError(
+            f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
+            f"Build it with --target {target.name}."
+        )
 
 
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:

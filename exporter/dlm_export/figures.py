@@ -1,4 +1,4 @@
-"""The figures of report.html: matplotlib to inline SVG that takes its colours, font and size from the page.
+"""The figures of report.html: matplotlib to inline SVG that takes its colours, font and size from the page. And a plan's.
 
 matplotlib draws in placeholder colours, which become the style sheet's variables, so that a figure follows light and dark
 mode; text stays text. Every figure is ``WIDTH`` units wide and carries its numbers in words, for those who hear the page.
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -338,3 +339,34 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
         for name, p in ((name, refit[name]) for name in ("reference", "original", "refitted"))
     )
     return _draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)
+
+
+def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
+    """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG or SVG of its own.
+
+    ``quantity`` is the field of the points to draw, one line a target; points that are None are left out, and so are
+    targets without another.
+    """
+    import matplotlib.style
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure as Canvas
+
+    # No page colours these: placeholders become greys.
+    greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
+    style = {key: greys.get(value, value) if isinstance(value, str) else value for key, value in _STYLE.items()}
+    with matplotlib.style.context(["default", style | {"svg.hashsalt": title}]):
+        canvas = Canvas(figsize=(3 * WIDTH / 72, WIDTH / 72), layout="constrained")
+        canvas.suptitle(printable(title), x=0.01, ha="left")
+        drawn = [target for target in growth[0]["lines"] if any(any(each["lines"][target]) for each in growth)]
+        for axes, each in zip(np.atleast_1d(canvas.subplots(1, len(growth), sharey=True)), growth, strict=True):
+            places = range(len(each["values"]))
+            for number, target in enumerate(drawn):
+                values = _numbers(None if point is None else point[quantity] for point in each["lines"][target])
+                marker, line = "osD^v<>ph*"[number // 10 % 10], ("-", "--", ":", "-.")[number // 10 % 4]
+                axes.plot(places, values, marker + line, color=colormaps["tab10"](number % 10), label=target)
+            axes.set_title(f"{each['axis']}, {each['denoiser']}")
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.set_xticks(places, [str(value) for value in each["values"]], rotation=45)
+        canvas.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
+        canvas.savefig(path, dpi=150)

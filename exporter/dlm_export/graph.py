@@ -41,8 +41,9 @@ from torch import Tensor, nn
 
 from dlm_calibration.formats import pack_nibbles
 from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
+from dlm_export.engines import PLAIN_OPSET
 
-OPSET, PLAIN_OPSET = 23, 21
+OPSET = 23
 TOP_K = 2  # confidence needs the best candidate, margin the best two
 LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
     from dlm_export.build import BuildReport
     from dlm_export.engines import Built
     from dlm_export.judge import Judgement
+    from dlm_export.plan import Growth, PassTime, Plan, Prediction
     from dlm_export.targets import Target
     from dlm_export.threshold import Refit
     from dlm_export.verify import Parity
+
+
+LISTED = 8  # layers named before the rest is counted
 
 
 def print_json(value: Any) -> None:
@@ -87,7 +92,7 @@ def print_build(report: BuildReport) -> None:
     for built in report.engines:
         print_engine(built, report.files_bytes[built.entry["file"]])
     for target, command in report.deferred.items():
-        click.echo(f"The engine for {target} is built on the device, from this bundle: {command}")
+        click.echo(f"No engine for {target} yet. Where it can be built (`dlm-export targets`): {command}")
     for warning in report.warnings:
         click.echo(f"Warning: {warning}", err=True)
     if report.curve:
@@ -104,7 +109,11 @@ def print_build(report: BuildReport) -> None:
         worst = max(row.relative for row in report.parity.graph)
         equal = sum(row.canvases_equal for row in report.parity.loop)
         total = sum(row.canvases for row in report.parity.loop)
-        click.echo(f"Parity with PyTorch: logits within {worst:.1e} of their range, {equal} of {total} canvases equal")
+        limit = report.parity.tolerance
+        click.echo(
+            f"Parity with PyTorch holds: logits within {worst:.1e} of their range ({limit.relative:.1e} allowed), {equal} of {total} "
+            f"canvases of random prompts equal ({limit.agreement:.0%} asked)"
+        )
 
 
 def print_engine(built: Built, size: int) -> None:
@@ -123,8 +132,13 @@ def print_engine(built: Built, size: int) -> None:
     held = Counter(_block_left_out(layer, name) for layer, name in entry["audit"]["layers"].items())
     rows = [[layer, name, str(count)] for (layer, name), count in held.items()]
     print_table(f"Layers as the {entry['audit']['method']} has them", ["layer", "held in", "count"], rows)
-    for layer, each in entry["audit"]["fallbacks"].items():
-        click.echo(f"Warning: {layer} is {each['held']}, {each['asked']} was asked for (--allow-fallback)", err=True)
+    fallbacks = [
+        f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in entry["audit"]["fallbacks"].items()
+    ]
+    for fallback in fallbacks[:LISTED]:
+        click.echo(f"Warning: {fallback} (--allow-fallback)", err=True)
+    if len(fallbacks) > LISTED:
+        click.echo(f"Warning: and {len(fallbacks) - LISTED} more layers, in the manifest", err=True)
 
 
 def _block_left_out(layer: str, name: str) -> tuple[str, str]:
@@ -151,7 +165,7 @@ def print_parity(parity: Parity) -> None:
     limit = parity.tolerance.relative
     share = f"{parity.tolerance.agreement:.0%} of canvases equal"
     verdict = "FAILS" if parity.misses else "Holds"
-    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.0e} of their range, {share})")
+    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range, {share})")
 
 
 def print_judgement(judgement: Judgement) -> None:
@@ -247,6 +261,45 @@ def print_threshold(refit: Refit) -> None:
     click.echo(f"Threshold of {found['preset']}: {refitted['threshold']:g} {kept} ({figures})")
 
 
+def print_bench(result: Mapping[str, Any]) -> None:
+    """What ``bench`` measured: the machine, passes, a generation by part, memory."""
+    bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
+    threads = f"{result['threads']} threads" if result["threads"] else "all cores"
+    click.echo(f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}")
+    click.echo(f"Machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}")
+    if rates is not None:
+        click.echo(
+            f"Its rates: {rates['read_bytes_per_s'] / 1e9:.1f} GB/s of reads; 10^9 multiply-adds/s: "
+            f"int8 {rates['int8_macs_per_s'] / 1e9:.0f} ({rates['int8_macs_per_s_32_rows'] / 1e9:.0f} at 32 rows), "
+            f"fp32 {rates['fp32_macs_per_s'] / 1e9:.0f}"
+        )
+    rows = [
+        [
+            *(str(row[key]) for key in ("tokens", "cached", "rows")),
+            f"{row['ms']:.2f}",
+            " .. ".join(f"{value:.2f}" for value in row["quartiles_ms"]),
+            _shown(row["limit_ms"], ".2f"),
+            _shown(row["ratio"], ".2f"),
+        ]
+        for row in result["passes"]
+    ]
+    print_table("Passes", ["tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
+    made, memory = result["generation"], result["memory"]
+    click.echo(
+        f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, preset {made['preset']}: "
+        f"{made['nfe']} passes, {made['seconds']:.3f} s, {made['tokens_per_s']:.1f} tokens/s"
+    )
+    rows = [[part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"] for part, seconds in made["parts"].items()]
+    print_table("Where its time went", ["part", "ms", "share"], rows)
+    click.echo(
+        f"Memory: {format_bytes(memory['peak_rss_bytes'])} at the generation's peak, weights "
+        f"{format_bytes(memory['weights_bytes'])}, keys and values {format_bytes(memory['cache_bytes'])}"
+        + ("" if memory["ratio"] is None else f": {memory['ratio']:.2f} times both")
+    )
+    for note in result["notes"]:
+        click.echo(f"Note: {note}", err=True)
+
+
 def print_targets(
     targets: Sequence[Target], generic: Sequence[str], here: Mapping[str, tuple[bool, str]], machine: Mapping[str, Any]
 ) -> None:
@@ -287,3 +340,127 @@ def print_targets(
     gpu = "no GPU" if machine["gpu_sm"] is None else f"a GPU of SM {sm_text(machine['gpu_sm'])}"
     memory = format_bytes(machine["memory_bytes"])
     click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {memory}, {gpu}, {engine}")
+
+
+def print_plan(plan: Plan) -> None:
+    """Tables in 100 columns: one a denoiser and target, growth, what was left out, and the calibration."""
+    request = plan.request
+    click.echo(
+        f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache. "
+        "Milliseconds of a full pass and\nof a block pass that scores its whole block; tokens a second by tokens "
+        "committed a pass. Times are\nlimits by the target's figures, not estimates; *: times the ratio to its limit that "
+        "bench measured.\nb: bytes are the limit, a: arithmetic is; >=: by bytes alone, as a rate is unknown."
+    )
+    groups: dict[tuple[str, str], list[Prediction]] = {}
+    for each in plan.predictions:
+        groups.setdefault((each.denoiser, each.target), []).append(each)
+    for (denoiser, target), predictions in groups.items():
+        _print_predictions(denoiser, target, predictions, plan)
+    for growth in plan.growth:
+        if growth.values:
+            _print_growth(growth, plan)
+    same: dict[str, dict[str, str]] = {}
+    for each in plan.predictions:
+        if each.same_as:
+            same.setdefault(each.target, {})[each.precision] = ", ".join(each.same_as)
+    texts = {target: "; ".join(f"{others} as {name}" for name, others in found.items()) for target, found in same.items()}
+    for text, names in _by_value(texts).items():
+        click.echo(f"Same figures on {', '.join(names)}: {text}")
+    for target, reasons in plan.left_out.items():
+        for reason, names in _by_value(reasons).items():
+            click.echo(f"Left out on {target}: {', '.join(names)} ({reason})")
+    if plan.calibration is not None:
+        _print_calibration(plan.calibration)
+
+
+def _print_predictions(denoiser: str, target: str, predictions: Sequence[Prediction], plan: Plan) -> None:
+    from dlm_export.targets import find
+
+    steps = [f"{count:g}" for count in plan.request.tokens_per_pass]
+    rows, costs = [], []
+    for each in predictions:
+        name = [each.precision + (" *" if each.is_calibrated else ""), str(each.block_length)]
+        verdict = {True: "", None: " ?", False: " !"}[each.fits]
+        speeds = [_three(speed.tokens_per_s) for speed in each.speeds] or ["-"] * len(steps)
+        passes = [_pass_shown(each.full_pass), _pass_shown(each.block_pass)]
+        rows.append([*name, f"{each.memory_bytes / 1e9:.2f}{verdict}", *passes, *speeds])
+        if target in plan.request.prices:
+            costs.append([*name, *([_three(speed.cost_per_million_tokens) for speed in each.speeds] or ["-"] * len(steps))])
+    device = find(target)
+    memory = "" if device.memory_bytes is None else f", {device.memory_bytes / 1e9:g} GB"
+    shared = ", which the host's programs share" if device.memory_is_shared else ""
+    click.echo(f"\n{denoiser} on {target}{memory}{shared}")
+    print_table("", ["precision", "block", "GB", "full ms", "block ms", *(f"tok/s at {step}" for step in steps)], rows)
+    if any(each.fits is False for each in predictions):
+        click.echo(f"!: more than the memory of {target}")
+    if any(each.fits is None for each in predictions):
+        click.echo(f"?: the memory of {target} is not known")
+    unknown = {each.precision: ", ".join(each.missing) for each in predictions if each.missing}
+    for missing, names in _by_value(unknown).items():
+        click.echo(f"Unknown: {', '.join(names)}; missing: {missing}")
+    if costs:
+        click.echo(f"Cost of a million tokens, at {plan.request.prices[target]:g} an hour:")
+        print_table("", ["precision", "block", *(f"at {step}" for step in steps)], costs)
+
+
+def _print_growth(growth: Growth, plan: Plan) -> None:
+    """A row a target: cost where it has a price, else milliseconds."""
+    rows = [
+        [
+            target,
+            "cost of a million" if target in plan.request.prices else "ms a token",
+            *(
+                "-"
+                if point is None
+                else _three(point.ms_per_token if point.cost_per_million_tokens is None else point.cost_per_million_tokens)
+                for point in points
+            ),
+        ]
+        for target, points in growth.lines.items()
+    ]
+    block, step = plan.request.block_lengths[0], plan.request.tokens_per_pass[0]
+    what = f"{growth.denoiser}, the fastest precision that fits, block {block}, tokens a pass {step:g}"
+    click.echo(f"\nGrowth with {growth.axis}: {what}")
+    print_table("", ["target", "", *map(str, growth.values)], rows)
+
+
+def _print_calibration(calibration: Mapping[str, Any]) -> None:
+    """How far from its limits what was measured is, and how well that predicts."""
+    low, high = calibration["ratios"]
+    what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
+    click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
+    if not calibration["is_used"]:
+        click.echo(f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere")
+    errors = [abs(error) for error in calibration["leave_one_out_errors"]]
+    if errors:
+        click.echo(
+            f"Each pass predicted from the others: median error {statistics.median(errors):.1%}, at most {max(errors):.1%}"
+        )
+    else:
+        click.echo("One pass was measured: the error of passes cannot be told")
+    if (found := calibration["generation"]) is not None:
+        click.echo(
+            f"Its generation of {found['nfe']} passes: {_three(found['predicted_tokens_per_s'])} tokens/s predicted, "
+            f"{_three(found['tokens_per_s'])} measured, error {found['error']:+.1%}"
+        )
+
+
+def _pass_shown(time: PassTime) -> str:
+    if time.ms is not None:
+        return f"{_three(time.ms)} {time.bound[:1] if time.bound else ''}"
+    return "-" if time.bytes_ms is None else f">={_three(time.bytes_ms)} b"
+
+
+def _three(value: float | None) -> str:
+    """Three significant digits, whole numbers from 100 on."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
+    """Value -> the names that have it."""
+    out: dict[str, list[str]] = {}
+    for name, value in named.items():
+        out.setdefault(value, []).append(name)
+    return out

@@ -73,10 +73,16 @@ def _weight(node: ir.Node) -> ir.Value | None:
     return node.inputs[1]
 
 
-def check(layers: Mapping[str, tuple[int, int]], formats: Mapping[str, str]) -> None:
-    """Raises QuantiseError for a layer whose shape does not suit its format."""
+def check(layers: Mapping[str, tuple[int, int]], formats: Mapping[str, str], *, for_tensorrt: bool = False) -> None:
+    """Raises QuantiseError for a layer whose shape does not suit its format; TensorRT takes no group that is short."""
     for layer, name in formats.items():
         inputs, _ = layers[layer]
+        size = FORMATS[name].group_size
+        if for_tensorrt and FORMATS[name].weights == "int4" and size is not None and inputs % size:
+            raise QuantiseError(
+                f"{layer}: {name} has groups of {size}, and {inputs} inputs are no multiple, as TensorRT wants it. "
+                "Choose smaller groups (int4 has 64), or give the layer another format in a recipe."
+            )
         if FORMATS[name].weights == "nvfp4" and inputs % 16:
             raise QuantiseError(
                 f"{layer}: NVFP4 has groups of 16, and {inputs} inputs are no multiple. Give it another format in a recipe."

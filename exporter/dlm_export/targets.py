@@ -45,16 +45,16 @@ RTX_MODULE = "tensorrt_rtx_bindings"
 # GB300, DGX B300 and DGX Spark with 10.14 (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release
 # notes of 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin holds 10.16.
 TENSORRT_BY_SM = {
-    75: "10",
-    80: "10 or later",
-    86: "10 or later",
+    75: "10.14 or later",
+    80: "10.14 or later",
+    86: "10.14 or later",
     87: "10.3 (JetPack 6), 10.16 (JetPack 7.2)",
-    89: "10 or later",
-    90: "10 or later",
-    100: "10.8 (early access) or later",
+    89: "10.14 or later",
+    90: "10.14 or later",
+    100: "10.14 or later",
     103: "10.14 or later",
-    110: "10.13 or later (JetPack 7)",
-    120: "10.8 or later",
+    110: "10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)",
+    120: "10.14 or later",
     121: "10.14 or later",
 }
 JETPACK_BY_SM = {87: "6, or 7.2 and later", 110: "7"}
@@ -105,7 +105,7 @@ class Target:
 
     @property
     def needs_plain_graph(self) -> bool:
-        """Whether its TensorRT may be JetPack 6's 10.3, whose parser does not know the operators of opset 23."""
+        """Whether its TensorRT may be JetPack 6's 10.3: before 10.14 no parser knows the operators of opset 23."""
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
@@ -374,7 +374,8 @@ def find_all(names: Sequence[str]) -> list[Target]:
         raise TargetError(f"targets {', '.join(names)}: a bundle is for cpu or for GPUs; build two")
     if len({target.needs_plain_graph for target in found}) > 1:
         raise TargetError(
-            f"targets {', '.join(names)}: Orin's TensorRT takes an older, slower graph than the others; build two bundles"
+            f"targets {', '.join(names)}: Orin's TensorRT takes a graph of elementary operators, the others a faster one; "
+            "build two bundles"
         )
     return found
 

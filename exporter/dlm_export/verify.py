@@ -34,13 +34,15 @@ class Tolerance:
 # quantised, against torch on the same quantised values: an input at a rounding boundary takes the neighbouring code there,
 # and where predictions are near-ties, as on random prompts, a token follows it.
 # bf16: 8-bit significands, eight times as coarse as fp16's; torch's side stays fp32. Four-bit activations rounded from them
-# move between codes in every layer, and on random prompts, near-ties all, most canvases follow: judging tells what it costs.
+# move between codes in every layer (0.22 of the range was seen), and on random prompts, near-ties all, canvases follow: a wrong
+# scale or a lost layer still shows, and judging tells what the format costs.
 TOLERANCES = {
     "fp32": Tolerance(2e-4, 1.0),
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
     "quantised": Tolerance(5e-2, 0.5),
     "quantised, bf16": Tolerance(1.6e-1, 0.25),
+    "four-bit activations, bf16": Tolerance(4e-1, 0.0),
 }
 
 
@@ -109,7 +111,7 @@ class Parity:
             if not row.relative <= self.tolerance.relative:
                 found.append(
                     f"mask ratio {row.mask_ratio}: logits differ by {row.relative:.2e} of their range, "
-                    f"more than {self.tolerance.relative:.0e}"
+                    f"more than {self.tolerance.relative:.1e}"
                 )
             if self.precision == "fp32" and row.argmax_equal + row.argmax_ties < row.rows:
                 found.append(f"mask ratio {row.mask_ratio}: argmax differs in {row.rows - row.argmax_equal} of {row.rows} rows")

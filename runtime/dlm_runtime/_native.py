@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MESSAGE_BYTES = 2048
 i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_float)
 
@@ -119,6 +119,8 @@ class Stats(C.Structure):
         ("nfe", C.c_int32),
         ("prefill_s", C.c_double),
         ("passes_s", C.c_double),
+        ("selection_s", C.c_double),
+        ("cache_s", C.c_double),
         ("total_s", C.c_double),
         ("cache_bytes", C.c_uint64),
     ]
@@ -154,6 +156,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_logits": (
         C.c_int32,
         [C.c_void_p, i32p, C.c_size_t, i32p, C.c_size_t, f32p, C.c_size_t],
+    ),
+    "dlm_session_time_passes": (
+        C.c_int32,
+        [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.POINTER(C.c_double), C.c_size_t],
     ),
 }
 

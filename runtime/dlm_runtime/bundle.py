@@ -157,7 +157,9 @@ class Bundle:
 
         Mask tokens among ``tokens`` are filled as well. ``preset`` names one of the bundle's loops; any field of
         ``Policy`` may be changed by name; ``steps`` plans that many passes for the whole generation, split evenly over the
-        blocks. ``timings`` are seconds: ``prefill`` (full passes that fill a cache), ``passes`` (all others), ``total``.
+        blocks. ``timings`` are seconds: in the engine ``prefill`` (full passes that fill a cache) and ``passes`` (all
+        others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and
+        ``total``, which is more than these by the loop's bookkeeping.
 
         Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails.
         """
@@ -208,6 +210,18 @@ class Bundle:
             )
             self._check(status, session)
         return out
+
+    def time_passes(self, tokens: int, cached: int, rows: int, repeats: int) -> list[float]:
+        """Seconds that the engine takes for a pass of ``tokens`` over ``cached`` ones that scores ``rows``, ``repeats`` times.
+
+        On made-up tokens; for ``cached`` > 0 a full pass over both fills the cache first, untimed. 0 repeats only check the
+        sizes. Raises RequestError for a pass that the denoiser or the engine does not take.
+        """
+        sizes = [_count(name, value) for name, value in (("tokens", tokens), ("cached", cached), ("rows", rows))]
+        seconds = (C.c_double * max(1, _count("repeats", repeats)))()
+        with self._session() as session:
+            self._check(self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session)
+        return seconds[:repeats]
 
     def _steps(self, request: _Request) -> Iterator[Event]:
         with self._session() as session:
@@ -294,7 +308,7 @@ class _Request:
         self.options.steps = steps
 
     def result(self, canvas: list[int], stats: _native.Stats) -> Generation:
-        timings = {"prefill": stats.prefill_s, "passes": stats.passes_s, "total": stats.total_s}
+        timings = {name: getattr(stats, f"{name}_s") for name in ("prefill", "passes", "selection", "cache", "total")}
         return Generation(canvas, self.text(canvas), stats.nfe, timings, stats.cache_bytes)
 
     def text(self, canvas: list[int]) -> str | None:
@@ -355,7 +369,7 @@ def open(
 ) -> Bundle:
     """Open the bundle in the folder ``path``.
 
-    ``engine`` is "auto" ("tensorrt" if the bundle has TensorRT engines, else "onnxruntime"), "onnxruntime", "tensorrt", or
+    ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
     "none" (the bundle is checked and makes no passes). ``library`` is the path of the engine's library; None looks at
     $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` of ONNX Runtime,
     0 takes all cores. ``check_hashes=False`` compares files by size only.
@@ -366,7 +380,7 @@ def open(
     if engine == "auto":
         # The library has to be found before the engine is opened, so which one it will be is asked first.
         with _open(path, "none", None, threads, False) as looked_at:
-            engine = "tensorrt" if looked_at.manifest.get("engines") else "onnxruntime"
+            engine = "tensorrt" if "device_file" in looked_at.manifest["graph"] else "onnxruntime"
     if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):

@@ -24,7 +24,7 @@ extern "C" {
 #define DLM_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a call changes in a way that an older caller would not survive. */
-#define DLM_ABI_VERSION 1
+#define DLM_ABI_VERSION 2
 DLM_API uint32_t dlm_abi_version(void);
 DLM_API const char *dlm_version(void); /* "0.1.0", static */
 
@@ -117,7 +117,7 @@ DLM_API void dlm_policy_init(dlm_policy *policy); /* LLaDA's: static, confidence
 
 typedef struct dlm_open_options {
   size_t struct_size;
-  const char *engine;         /* "auto" (default): "tensorrt" if the bundle has engines of it, else "onnxruntime";
+  const char *engine;         /* "auto" (default): "tensorrt" if the bundle was built for GPUs, else "onnxruntime";
                                  "onnxruntime" | "tensorrt" | "none": the bundle is checked, and makes no passes */
   const char *engine_library; /* path of the engine's library: libonnxruntime, libnvinfer or libtensorrt_rtx;
                                  NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
@@ -190,10 +190,14 @@ typedef struct dlm_generate_options {
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
 
+/* Where the time of a request went. The two kinds of passes are the engine's part; what the parts leave of total_s is the
+ * loop's own bookkeeping. */
 typedef struct dlm_stats {
   int32_t nfe;          /* passes made, counted */
   double prefill_s;     /* seconds in the full passes that fill a prefix or dual cache */
   double passes_s;      /* seconds in all other passes */
+  double selection_s;   /* seconds of scoring, ranking and committing */
+  double cache_s;       /* seconds of moving keys and values between passes; a device may end its moves in the next pass */
   double total_s;       /* seconds from start to done, without the caller's own time */
   uint64_t cache_bytes; /* keys and values held for the request */
 } dlm_stats;
@@ -215,6 +219,13 @@ DLM_API void dlm_session_stats(const dlm_session *session, dlm_stats *stats);
  * capacity counts floats. Rows are not shifted. Drops a running request. */
 DLM_API dlm_status dlm_session_logits(dlm_session *session, const int32_t *tokens, size_t count, const int32_t *rows,
                                       size_t row_count, float *logits, size_t capacity);
+
+/* For measuring: the seconds [repeats] that the engine takes for a pass of `tokens` over `cached` ones that scores `rows` of
+ * them, made `repeats` times on made-up tokens (0: only checked). For cached > 0 a full pass fills the cache first, untimed.
+ * Drops a running request. INVALID_ARGUMENT if the denoiser or the engine takes no such pass, UNSUPPORTED for cached > 0
+ * where the denoiser has no cache. */
+DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t tokens, int32_t cached, int32_t rows,
+                                           double *seconds, size_t repeats);
 
 #ifdef __cplusplus
 }

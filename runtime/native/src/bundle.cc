@@ -63,19 +63,30 @@ const std::string& read_hash(const json::Value& object, const char* key) {
   return hash;
 }
 
-void check_files(const json::Value& files, const std::string& folder, bool check_hashes) {
+constexpr const char* kEngines = "engines/";  // where engine files lie
+
+// Engine files are compared where one of them is to be run: a damaged one must not keep the graph from the CPU, nor an engine
+// from being built again.
+void check_files(const json::Value& files, const std::string& folder, bool check_hashes, bool with_engines) {
   for (const json::Value& entry : files.members()) {
     entry.refuse_unknown({"bytes", "sha256"});
     if (!is_safe_name(entry.key())) entry.refuse("not a plain file name inside the bundle");
     const std::string path = folder + "/" + entry.key();
-    const int64_t expected = entry.integer("bytes", 0, int64_t{1} << 50), found = file_bytes(path);
-    if (found != expected)
-      fail(DLM_BAD_BUNDLE, "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. Build or copy "
-           "the bundle again.", path.c_str(), static_cast<long long>(found), static_cast<long long>(expected));
+    const int64_t expected = entry.integer("bytes", 0, int64_t{1} << 50);
     const std::string& hash = read_hash(entry, "sha256");
+    const bool is_engine = entry.key().compare(0, std::strlen(kEngines), kEngines) == 0;
+    if (is_engine && !with_engines) continue;
+    const char* const advice = is_engine ? "Copy it again, or see dlm-export engine: --force builds it again, --remove takes it out."
+                                         : "Build or copy the bundle again.";
+    struct stat info {};
+    if (is_engine && stat(path.c_str(), &info) != 0)
+      fail(DLM_BAD_BUNDLE, "%s: %s. %s", path.c_str(), std::strerror(errno), advice);
+    const int64_t found = file_bytes(path);
+    if (found != expected)
+      fail(DLM_BAD_BUNDLE, "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. %s", path.c_str(),
+           static_cast<long long>(found), static_cast<long long>(expected), advice);
     if (check_hashes && sha256_file_hex(path) != hash)
-      fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. Build or copy the "
-           "bundle again.", path.c_str());
+      fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s", path.c_str(), advice);
   }
 }
 
@@ -216,18 +227,20 @@ bool is_version(const std::string& text) {
 }
 
 // One of the bundle's engines. What its makers asked for and got (audit, device_bytes) is for people; it is checked too.
-EngineSpec read_engine(const json::Value& entry, const json::Value& root, const std::string& folder) {
+// `is_run`: an engine is to be run, so what the entry rests on is compared too.
+EngineSpec read_engine(const json::Value& entry, const json::Value& root, const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
   const bool is_name = !target.empty() && target.size() <= 64 &&
                        target.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
   if (!is_name) entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
-  const std::string again = "copy the bundle again, or take this entry out of manifest.json and build the engine again "
-                            "(dlm-export engine BUNDLE --target " + target + ")";
+  const std::string again = "copy the bundle again, or build the engine again (dlm-export engine BUNDLE --target " + target +
+                            " --force)";
   entry.refuse_unknown({"file", "builder", "version", "sm", "graph", "profiles", "audit", "device_bytes", "seal"});
   const json::Value &graph = root.object("graph"), &files = root.object("files");
   EngineSpec engine;
   engine.target = target;
   engine.path = folder + "/" + listed(files, entry.at("file"));
+  if (entry.string("file") != kEngines + target + ".engine") entry.at("file").refuse("is not " + (kEngines + target) + ".engine");
   engine.builder = entry.string("builder");
   if (engine.builder != "tensorrt" && engine.builder != "tensorrt_rtx")
     entry.at("builder").refuse("expected \"tensorrt\" or \"tensorrt_rtx\"");
@@ -255,12 +268,12 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& root, const 
                                                          {"device", listed(files, graph.at("device_file"))},
                                                          {"weights", graph.string("file") + ".data"}};
   for (const auto& [key, file] : origins)
-    if (read_hash(built_from, key) != read_hash(files.object(file), "sha256"))
+    if (read_hash(built_from, key) != read_hash(files.object(file), "sha256") && is_run)
       built_from.at(key).refuse("was built from another graph than this bundle's " + file + ": " + again);
   const std::string text = entry.canonical("seal");
   Sha256 hash;
   hash.update(text.data(), text.size());
-  if (read_hash(entry, "seal") != hash.hex())
+  if (read_hash(entry, "seal") != hash.hex() && is_run)
     fail(DLM_BAD_BUNDLE, "engines.%s was edited after it was written: %s", target.c_str(), again.c_str());
   return engine;
 }
@@ -307,7 +320,7 @@ dlm_policy read_preset(const json::Value& preset) {
   return policy;
 }
 
-Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes) {
+Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes, const std::string& engine) {
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
   if (version != kSchemaVersion)
@@ -335,21 +348,23 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   manifest.graph = {folder + "/" + listed(files, graph.at("file")), d.vocab_size, d.top_k, d.cache(), read_cache_type(graph),
                     root->object("precision").boolean("simulated")};
   if (graph.find("device_file") != nullptr) listed(files, graph.at("device_file"));
+  manifest.is_for_gpus = graph.find("device_file") != nullptr;
+  const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
   if (root->find("engines") != nullptr)
     for (const json::Value& entry : root->object("engines").members())
-      manifest.engines.push_back(read_engine(entry, *root, folder));
-  check_files(files, folder, check_hashes);
+      manifest.engines.push_back(read_engine(entry, *root, folder, is_run));
+  check_files(files, folder, check_hashes, is_run);
   return manifest;
 }
 
 }  // namespace
 
-Manifest read_bundle(const std::string& path, bool check_hashes) {
+Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine) {
   std::string folder = path;
   while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
   const std::string text = read_manifest(folder);
   try {
-    return interpret(text, folder, check_hashes);
+    return interpret(text, folder, check_hashes, engine);
   } catch (const Error& error) {
     const std::string message = error.what();
     // Errors about a file start with its path already; those about the manifest's text do not.

@@ -117,8 +117,12 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& name, const std::string& library,
                                          int threads) {
   if (name == "none") return dlm::make_none(manifest.denoiser.cache());
-  if (name == "tensorrt" || (name == "auto" && !manifest.engines.empty()))
+  if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
+    if (manifest.engines.empty())
+      dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\" for the CPU",
+                manifest.is_for_gpus ? "Build one: dlm-export engine BUNDLE --target TARGET" : "Build it with --target for GPUs");
     return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
+  }
   return dlm::open_onnxruntime(manifest.graph, library, threads);
 }
 
@@ -235,7 +239,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     if (chosen.threads < 0 || chosen.threads > 4096)
       dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", chosen.threads);
     auto opened = std::make_unique<dlm_bundle>();
-    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0);
+    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     opened->engine = open_engine(opened->manifest, engine, library, chosen.threads);
     opened->engine_description = opened->engine->description();
@@ -397,13 +401,19 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
       pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
       const size_t last = first + static_cast<size_t>(pass.rows);
       buffers.score_rows.assign(rows + first, rows + last);
-      buffers.top_tokens.resize((last - first) * static_cast<size_t>(denoiser.top_k));
-      buffers.top_probs.resize(buffers.top_tokens.size());
-      pass.score_rows = buffers.score_rows.data();
-      pass.top_tokens = buffers.top_tokens.data();
-      pass.top_probs = buffers.top_probs.data();
+      dlm::prepare_scores(denoiser, pass, buffers);
       pass.logits = logits + first * width;
       session->context->run(pass, dlm::CacheUse::none);
     }
+  });
+}
+
+dlm_status dlm_session_time_passes(dlm_session* session, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
+                                   size_t repeats) {
+  return guarded(session, [&] {
+    session->request.reset();
+    if (repeats > 0) require(seconds, "seconds");
+    dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine, *session->context, session->buffers, tokens,
+                     cached, rows, seconds, repeats);
   });
 }

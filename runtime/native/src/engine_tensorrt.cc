@@ -113,8 +113,8 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const tr
     reasons += (reasons.empty() ? "" : "; ") + engine.target + ": " + reason;
   }
   const std::string command = "`dlm-export engine BUNDLE --target sm" + std::to_string(platform.sm) + "`";
-  throw Error(DLM_UNSUPPORTED, (engines.empty() ? "this bundle holds no TensorRT engine" : "no engine of this bundle fits: " + reasons) +
-                                   ". Build one here with " + command + ", or open the bundle with engine \"onnxruntime\"");
+  throw Error(DLM_UNSUPPORTED, "no engine of this bundle fits: " + reasons + ". Build one here with " + command +
+                                   ", or open the bundle with engine \"onnxruntime\"");
 }
 
 // A whole file in memory, for as long as it lives.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <numeric>
 
 #include "error.h"
 #include "random.h"
@@ -33,6 +34,53 @@ dlm_pass prepare_pass(const std::vector<int32_t>& canvas, int32_t first, int32_t
   pass.input_ids = buffers.input_ids.data();
   pass.position_ids = buffers.position_ids.data();
   return pass;
+}
+
+void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, Buffers& buffers) {
+  const size_t candidates = buffers.score_rows.size() * static_cast<size_t>(denoiser.top_k);
+  buffers.top_tokens.resize(candidates);
+  buffers.top_probs.resize(candidates);
+  pass.rows = static_cast<int32_t>(buffers.score_rows.size());
+  pass.score_rows = buffers.score_rows.data();
+  pass.top_tokens = buffers.top_tokens.data();
+  pass.top_probs = buffers.top_probs.data();
+}
+
+void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers, int32_t tokens,
+                 int32_t cached, int32_t rows, double* seconds, size_t repeats) {
+  const int32_t longest = denoiser.max_canvas_length;
+  if (tokens < 1 || cached < 0 || rows < 1 || rows > tokens || tokens > longest || cached > longest - tokens)
+    fail(DLM_INVALID_ARGUMENT,
+         "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be 1 or more, with the cached ones at most %d, "
+         "and rows in 1..tokens",
+         tokens, cached, rows, longest);
+  if (cached > 0 && !denoiser.has_cache) fail(DLM_UNSUPPORTED, "this denoiser keeps no keys and values: cached must be 0");
+  const int32_t length = cached + tokens;
+  if (rows > engine.max_rows(tokens, cached) || (cached > 0 && engine.max_rows(length, 0) < 1))
+    fail(DLM_INVALID_ARGUMENT,
+         "a pass of %d tokens over %d cached ones that scores %d rows, after a full pass of %d tokens, but the engine takes %s",
+         tokens, cached, rows, length, engine.limits().c_str());
+  if (repeats == 0) return;
+  std::vector<int32_t> canvas(static_cast<size_t>(length));
+  for (int32_t i = 0; i < length; ++i)
+    canvas[static_cast<size_t>(i)] = i >= cached && i < cached + rows ? denoiser.mask_token_id : i % denoiser.vocab_size;
+  if (cached > 0) {
+    dlm_pass full = prepare_pass(canvas, 0, length, buffers);
+    buffers.score_rows.assign(1, 0);
+    prepare_scores(denoiser, full, buffers);
+    context.run(full, CacheUse::write);
+    context.keep_outside(cached, length, length);
+  }
+  dlm_pass pass = prepare_pass(canvas, cached, length, buffers);
+  pass.cached = cached;
+  buffers.score_rows.resize(static_cast<size_t>(rows));
+  std::iota(buffers.score_rows.begin(), buffers.score_rows.end(), 0);
+  prepare_scores(denoiser, pass, buffers);
+  for (size_t i = 0; i < repeats; ++i) {
+    seconds[i] = 0;
+    const Stopwatch timer(seconds[i]);
+    context.run(pass, cached > 0 ? CacheUse::read : CacheUse::none);
+  }
 }
 
 Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps)
@@ -99,8 +147,11 @@ void Request::step(Context& context, Buffers& buffers) {
     if (canvas_[static_cast<size_t>(i)] == denoiser_.mask_token_id) positions_.push_back(i);
   const bool is_full = block_step_ == 0 || policy_.cache == Cache::none;
   run_pass(context, buffers, range(block, is_full), is_full);
-  score(buffers, is_full);
-  commit(buffers);
+  {
+    const Stopwatch timer(stats_.selection_s);
+    score(buffers, is_full);
+    commit(buffers);
+  }
   ++block_step_;
   view_start_ = block.start;
   view_end_ = block.end;
@@ -111,17 +162,11 @@ void Request::run_pass(Context& context, Buffers& buffers, Range range, bool is_
   const auto length = static_cast<int32_t>(canvas_.size());
   dlm_pass pass = prepare_pass(canvas_, range.first, range.last, buffers);
   pass.cached = length - pass.tokens;
-  pass.rows = static_cast<int32_t>(positions_.size());
   buffers.score_rows.resize(positions_.size());
   for (size_t i = 0; i < positions_.size(); ++i)
     buffers.score_rows[i] = std::max(positions_[i] - denoiser_.shift, 0) - range.first;
-  const auto candidates = positions_.size() * static_cast<size_t>(denoiser_.top_k);
-  buffers.top_tokens.resize(candidates);
-  buffers.top_probs.resize(candidates);
+  prepare_scores(denoiser_, pass, buffers);
   buffers.entropy.resize(positions_.size());
-  pass.score_rows = buffers.score_rows.data();
-  pass.top_tokens = buffers.top_tokens.data();
-  pass.top_probs = buffers.top_probs.data();
   pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
   const CacheUse use = policy_.cache == Cache::none ? CacheUse::none
                        : is_full                   ? CacheUse::write
@@ -129,6 +174,7 @@ void Request::run_pass(Context& context, Buffers& buffers, Range range, bool is_
                                                    : CacheUse::none;
   if (use == CacheUse::write) past_is_current_ = false;
   if (use == CacheUse::read && !past_is_current_) {
+    const Stopwatch timer(stats_.cache_s);
     context.keep_outside(range.first, range.last, length);
     past_is_current_ = true;
   }

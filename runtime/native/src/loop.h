@@ -76,7 +76,15 @@ class Request {
   dlm_stats stats_{};
 };
 
-// Fills the pass's inputs for positions [first, last) of a canvas; outputs are left unset.
+// Fills the pass's inputs for positions [first, last) of a canvas; scored rows and outputs are left unset.
 dlm_pass prepare_pass(const std::vector<int32_t>& canvas, int32_t first, int32_t last, Buffers& buffers);
+
+// Makes the pass score the rows in buffers.score_rows, and gives it room for their candidates.
+void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, Buffers& buffers);
+
+// The seconds of each of `repeats` passes of `tokens` over `cached` ones that score `rows`, on made-up tokens; a full pass
+// fills the cache before them. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), and what the context throws.
+void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers, int32_t tokens,
+                 int32_t cached, int32_t rows, double* seconds, size_t repeats);
 
 }  // namespace dlm

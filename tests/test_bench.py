@@ -1,0 +1,338 @@
+"""``dlm-export bench``: what it measures is what it says, and the work of a pass is counted right. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from denoisers import ArithmeticDenoiser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_imports import BLOCKED
+
+import dlm_runtime
+from dlm_calibration.recipes import FORMATS
+from dlm_export import bench, families, roofline
+from dlm_export.build import build
+from dlm_export.checkpoint import Checkpoint
+from dlm_export.cli import main
+from dlm_export.families.base import Overrides
+from dlm_export.quantise import linear_layers
+from dlm_export.roofline import Machine, Rates, Work, layer_shapes, limit_s, work_of
+from dlm_runtime import Bundle, Generation, RequestError
+
+SIZES = "4,8,3; 12,0,12"
+SMALL = ("--passes", SIZES, "--prompt-tokens", 6, "--new-tokens", 10, "--rounds", 3, "--threads", 1)
+MACHINE = Machine(1e9, 4e9, 2e9, 1e9)
+HAND = {
+    "hidden_size": 4,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_size": 2,
+    "mlp_size": 3,
+    "vocab_size": 10,
+    "qkv_bias": False,
+}
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def told(llada_bundle: Path) -> dict[str, Any]:
+    """A run of the command with nothing left out, the machine's rates included."""
+    result = invoke(llada_bundle, *SMALL, "--preset", "fast-dllm", "--json")
+    assert result.exit_code == 0, result.output
+    loaded: dict[str, Any] = json.loads(result.stdout)
+    return loaded
+
+
+@pytest.fixture
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "measure", lambda threads: MACHINE)
+
+
+# ---- The command ----
+
+
+def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
+    keys = ["machine", "bundle", "threads", "roofline", "passes", "generation", "memory", "notes"]
+    assert list(told) == keys
+    assert set(told["bundle"]) == {"path", "precision", "parameters", "engine"}
+    assert {"read_bytes_per_s", "int8_macs_per_s", "fp32_macs_per_s"} < set(told["roofline"])
+    for row in told["passes"]:
+        assert set(row) == {"tokens", "cached", "rows", "ms", "quartiles_ms", "limit_ms", "ratio"}
+    made = {"prompt_tokens", "new_tokens", "preset", "nfe", "tokens_per_s", "seconds", "parts"}
+    assert set(told["generation"]) == made
+    assert set(told["generation"]["parts"]) == {"engine", "selection", "cache", "other"}
+    assert set(told["memory"]) == {"peak_rss_bytes", "weights_bytes", "cache_bytes", "ratio"}
+    assert told["notes"] == []
+
+
+def test_figures_of_a_run_agree_with_each_other(told: dict[str, Any], llada_bundle: Path) -> None:
+    made, memory = told["generation"], told["memory"]
+    assert sum(made["parts"].values()) == pytest.approx(made["seconds"])
+    assert all(seconds >= 0 for seconds in made["parts"].values())
+    assert made["parts"]["cache"] > 0, "a dual cache moves keys and values"
+    assert made["tokens_per_s"] * made["seconds"] == pytest.approx(10)
+    assert (made["prompt_tokens"], made["new_tokens"], made["preset"]) == (6, 10, "fast-dllm")
+    assert [(row["tokens"], row["cached"], row["rows"]) for row in told["passes"]] == [(4, 8, 3), (12, 0, 12)]
+    for row in told["passes"]:
+        low, high = row["quartiles_ms"]
+        assert 0 < low <= row["ms"] <= high
+        assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"])
+    files = [llada_bundle / name for name in ("denoiser.onnx", "denoiser.onnx.data")]
+    assert memory["weights_bytes"] == sum(file.stat().st_size for file in files)
+    # Keys and values of 2 layers, 4 heads of 16, fp32: of all 16 positions, and of the 6 outside the block of 10.
+    assert memory["cache_bytes"] == 2 * 2 * 4 * 16 * 4 * (16 + 6)
+    assert memory["ratio"] == pytest.approx(memory["peak_rss_bytes"] / (memory["weights_bytes"] + memory["cache_bytes"]))
+    assert memory["peak_rss_bytes"] > 1 << 20
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("preset", ["llada", "fast-dllm"])
+def test_passes_are_counted_as_the_loop_counts_them(llada_bundle: Path, preset: str) -> None:
+    made = json.loads(invoke(llada_bundle, *SMALL, "--preset", preset, "--json").stdout)["generation"]
+    with dlm_runtime.open(llada_bundle, threads=1) as bundle:
+        wanted = bundle.generate(tokens=[1, 2, 3, 4, 5, 6], max_new_tokens=10, preset=preset, stop="none")
+    assert made["nfe"] == wanted.nfe == 10, "random weights are never sure of more than one token"
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, asked = iter([9.0, 8.0, 10.0]), []
+
+    def generate(self: Bundle, **request: Any) -> Generation:
+        asked.append(request)
+        timings = {"prefill": 1.0, "passes": 4.0, "selection": 2.0, "cache": 0.5, "total": next(totals)}
+        return Generation([], None, 7, timings, 0)
+
+    monkeypatch.setattr(Bundle, "generate", generate)
+    seconds = [9.0] * bench.WARM_UP + [0.004, 0.001, 0.003, 0.002, 0.005]
+    monkeypatch.setattr(Bundle, "time_passes", lambda self, tokens, cached, rows, repeats: seconds[:repeats])
+    options = bench.BenchOptions(threads=1, passes=(bench.PassSize(4, 0, 4),), prompt_tokens=3, new_tokens=18, rounds=5)
+    result = bench.bench(llada_bundle, options)
+    assert result["generation"]["seconds"] == 9.0
+    assert result["generation"]["tokens_per_s"] == 2.0
+    assert result["generation"]["parts"] == {"engine": 5.0, "selection": 2.0, "cache": 0.5, "other": 1.5}
+    assert result["passes"][0]["ms"] == pytest.approx(3.0)
+    assert result["passes"][0]["quartiles_ms"] == pytest.approx([1.5, 4.5])
+    assert [(len(request["tokens"]), request["max_new_tokens"], request["stop"]) for request in asked] == [(3, 18, "none")] * 3
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_limits_are_those_of_the_counted_work(llada_bundle: Path) -> None:
+    result = json.loads(invoke(llada_bundle, *SMALL, "--json").stdout)
+    denoiser = json.loads((llada_bundle / "manifest.json").read_text())["denoiser"]
+    work = work_of(denoiser, {}, 4, 8, 3)
+    assert result["passes"][0]["limit_ms"] == pytest.approx(limit_s(work, MACHINE.rates()) * 1e3)
+    assert result["roofline"]["fp32_macs_per_s"] == 1e9
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_the_table_says_what_json_says(llada_bundle: Path) -> None:
+    result = invoke(llada_bundle, *SMALL)
+    assert result.exit_code == 0, result.output
+    for words in ("fp32, ", "1.0 GB/s of reads", "int8 4 (2 at 32 rows)", "10 passes", "tokens/s", "selection", "times both"):
+        assert words in result.stdout
+    assert len([line for line in result.stdout.splitlines() if " .. " in line]) == 2
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_without_being_asked_it_measures_what_fits_the_bundle(
+    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(llada_checkpoint, tmp_path / "b", overrides=Overrides(None, 40), check_parity=False)
+    monkeypatch.setattr(bench, "WARM_UP", 1)
+    result = json.loads(invoke(tmp_path / "b", "--rounds", 3, "--threads", 1, "--json").stdout)
+    assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [(20, 20, 20), (40, 0, 40)]
+    assert (result["generation"]["prompt_tokens"], result["generation"]["new_tokens"]) == (20, 20)
+    assert result["generation"]["preset"] == "llada"
+    assert result["memory"]["cache_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--passes", "4,8"), "write tokens,cached,rows"),
+        (("--passes", "4,8,-1"), "write tokens,cached,rows"),
+        (("--passes", " ; "), "no pass is given"),
+        (("--passes", "4,8,5"), "a pass of 4 tokens over 8 cached ones that scores 5 rows"),
+        (("--passes", "0,8,0"), "a pass of 0 tokens"),
+        (("--passes", "4,8,0"), "scores 0 rows"),
+        (("--passes", "4,253,4"), "at most 256"),
+        (("--passes", "9999999,9999999,1"), "at most 256"),
+        (("--preset", "nosuch"), "nosuch"),
+        (("--prompt-tokens", 250), "longer than the denoiser's 256"),
+        (("--new-tokens", 0), "--new-tokens"),
+        (("--rounds", 2), "--rounds"),
+        (("--engine", "abacus"), "--engine"),
+        (("--threads", -1), "--threads"),
+    ],
+)
+def test_what_cannot_be_measured_is_wrong_usage(llada_bundle: Path, arguments: tuple[object, ...], says: str) -> None:
+    result = invoke(llada_bundle, *SMALL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert result.stdout == ""
+
+
+def test_help_has_an_example() -> None:
+    text = invoke("--help").stdout
+    assert "Example: dlm-export bench" in text
+    assert "--json" in text
+
+
+def test_a_bundle_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = invoke(tmp_path / "nothing")
+    assert result.exit_code == 2
+    assert "nothing" in result.stderr
+
+
+def test_without_onnx_everything_but_the_roofline_is_measured(llada_bundle: Path) -> None:
+    command = [sys.executable, "-c", BLOCKED, "bench", str(llada_bundle), *map(str, SMALL), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["roofline"] is None
+    assert "onnx is not installed" in result["notes"][0]
+    assert all(row["ms"] > 0 and row["limit_ms"] is None and row["ratio"] is None for row in result["passes"])
+    assert result["generation"]["nfe"] == 10
+
+
+def test_a_defect_of_the_roofline_is_not_taken_for_a_missing_package(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(threads: int) -> Machine:
+        raise ModuleNotFoundError("No module named 'dlm_export.nosuch'", name="dlm_export.nosuch")
+
+    monkeypatch.setattr(roofline, "measure", measure)
+    assert isinstance(invoke(llada_bundle, *SMALL).exception, ModuleNotFoundError)
+
+
+def test_formats_that_a_cpu_only_simulates_count_as_full_precision(llada_bundle: Path) -> None:
+    manifest = json.loads((llada_bundle / "manifest.json").read_text())
+    size = bench.PassSize(4, 0, 4)
+    full = bench._work(manifest, size)
+    manifest["precision"]["layers"] = {"blocks.0.mlp.up": "nvfp4", "blocks.0.mlp.down": "fp8"}
+    assert bench._work(manifest, size) == full
+    manifest["precision"]["layers"]["blocks.0.mlp.gate"] = "int8-dynamic"
+    assert bench._work(manifest, size).macs["layers.int8"] == 4 * 64 * 96
+    manifest["graph"]["cache_dtype"] = "float16"
+    assert bench._work(manifest, size).cache_bytes == full.cache_bytes // 2
+
+
+def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
+    denoiser = ArithmeticDenoiser()
+    assert denoiser.bundle.time_passes(4, 8, 4, 0) == []
+    assert denoiser.passes == 0
+    seconds = denoiser.bundle.time_passes(4, 0, 2, 5)
+    assert len(seconds) == 5
+    assert all(second > 0 for second in seconds)
+    assert denoiser.passes == 5
+    for sizes in ((0, 0, 1), (4, -1, 4), (4, 0, 5), (4, 512, 4), (1 << 40, 0, 1)):
+        with pytest.raises(RequestError):
+            denoiser.bundle.time_passes(*sizes, 1)
+    assert denoiser.passes == 5
+
+
+# ---- The work of a pass ----
+
+
+def test_work_of_a_pass_counted_by_hand() -> None:
+    # Matrices: q 16, k and v 8 each, out 16, gate, up and down 12 each: 84, and the head's 40. Three norms of 4, two rows of
+    # the embedding, all fp32. One layer's keys and values are 4 numbers a position.
+    work = work_of(HAND, {}, tokens=2, cached=3, rows=1)
+    assert work == Work(4 * (84 + 40 + 12 + 8), 5 * 4 * 4, {"layers.full": 168, "attention.full": 80, "head.full": 40})
+    # 12 codes and 3 scales; weight-only formats multiply in full precision.
+    work = work_of(HAND, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1)
+    assert work.weight_bytes == 4 * (60 + 40 + 12 + 8) + 2 * (12 + 4 * 3)
+    assert work.macs == {"layers.full": 144, "layers.int8": 24, "attention.full": 80, "head.full": 40}
+    assert work.by_arithmetic() == {"full": 264, "int8": 24}
+    assert work_of(HAND | {"qkv_bias": True}, {}, 2, 3, 1, element_bytes=2).weight_bytes == 2 * (144 + 4 + 2 + 2)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_counted_weights_are_those_that_the_denoiser_has(family: str, request: pytest.FixtureRequest) -> None:
+    checkpoint = Checkpoint(request.getfixturevalue(f"{family}_checkpoint"))
+    capabilities = families.read_capabilities(checkpoint, Overrides())
+    denoiser = capabilities.as_dict()
+    assert layer_shapes(denoiser) == linear_layers(capabilities)
+    embedding = capabilities.vocab_size * capabilities.hidden_size
+    counted = work_of(denoiser, {}, tokens=capabilities.vocab_size, cached=0, rows=1)
+    assert not capabilities.tied_head
+    assert counted.weight_bytes == 4 * capabilities.parameter_count()
+    assert work_of(denoiser, {}, tokens=1, cached=0, rows=1).weight_bytes == counted.weight_bytes - 4 * (
+        embedding - capabilities.hidden_size
+    )
+
+
+sizes = st.tuples(st.integers(1, 600), st.integers(0, 5000), st.integers(0, 600), st.integers(1, 8))
+LARGE = HAND | {"hidden_size": 64, "mlp_size": 96, "heads": 4, "head_size": 16}
+formats = st.dictionaries(st.sampled_from(list(layer_shapes(LARGE))), st.sampled_from(list(FORMATS)))
+RATES = Rates(1e9, {"full": 1e9, "int8": 4e9, "fp8": 4e9, "nvfp4": 8e9})
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=sizes, layers=formats)
+def test_work_never_shrinks_as_a_pass_grows(size: tuple[int, int, int, int], layers: dict[str, str]) -> None:
+    work = work_of(LARGE, layers, *size)
+    for grown in range(4):
+        larger = work_of(LARGE, layers, *(value + (i == grown) for i, value in enumerate(size)))
+        assert larger.weight_bytes >= work.weight_bytes
+        assert larger.cache_bytes >= work.cache_bytes
+        assert all(larger.macs[kind] >= count for kind, count in work.macs.items())
+        assert sum(larger.macs.values()) > sum(work.macs.values())
+        assert limit_s(larger, RATES) >= limit_s(work, RATES)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=sizes, layers=formats)
+def test_a_pass_that_scores_nothing_pays_for_no_head(size: tuple[int, int, int, int], layers: dict[str, str]) -> None:
+    tokens, cached, _, batch = size
+    work = work_of(LARGE, layers, tokens, cached, 0, batch)
+    assert not [kind for kind in work.macs if kind.startswith("head")]
+    no_vocabulary = work_of(LARGE | {"vocab_size": 0}, {}, tokens, cached, 0, batch)
+    assert work_of(LARGE, {}, tokens, cached, 0, batch) == no_vocabulary
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=sizes, layers=formats)
+def test_formats_change_bytes_and_arithmetic_but_not_the_count(size: tuple[int, int, int, int], layers: dict[str, str]) -> None:
+    plain, quantised = work_of(LARGE, {}, *size), work_of(LARGE, layers, *size)
+    assert sum(plain.macs.values()) == sum(quantised.macs.values()) == sum(quantised.by_arithmetic().values())
+    assert quantised.weight_bytes <= plain.weight_bytes
+    assert quantised.cache_bytes == plain.cache_bytes
+    assert quantised.macs["attention.full"] == plain.macs["attention.full"]
+
+
+def test_the_limit_is_the_larger_of_reading_and_multiplying() -> None:
+    rates = Rates(100.0, {"full": 10.0, "int8": 40.0})
+    assert limit_s(Work(700, 300, {"layers.full": 20}), rates) == 10.0
+    assert limit_s(Work(700, 300, {"layers.full": 100, "head.full": 20, "layers.int8": 80}), rates) == 14.0
+    with pytest.raises(KeyError, match="fp8"):
+        limit_s(Work(1, 1, {"layers.fp8": 1}), rates)
+
+
+def test_the_machine_s_int8_rate_is_the_faster_one() -> None:
+    assert MACHINE.rates() == Rates(1e9, {"int8": 4e9, "full": 1e9})
+    assert Machine(1, 2, 3, 4).rates().macs["int8"] == 3
+
+
+def test_caches_that_cores_share_count_once(tmp_path: Path) -> None:
+    for core in range(4):
+        for number, (level, size) in enumerate(((1, "32K"), (2, "1024K"), (3, "32768K"))):
+            shared = f"{core}" if level < 3 else ("0-1" if core < 2 else "2-3")
+            index = tmp_path / f"cpu{core}" / "cache" / f"index{number}"
+            index.mkdir(parents=True)
+            for name, text in (("level", level), ("shared_cpu_list", shared), ("size", size)):
+                (index / name).write_text(f"{text}\n")
+    assert roofline.last_level_cache_bytes(tmp_path) == 2 * 32768 << 10
+    assert roofline.last_level_cache_bytes(tmp_path / "none") == 0

@@ -1,0 +1,574 @@
+"""Plans: predictions follow from the counted work and the table of targets, and nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from denoisers import ArithmeticDenoiser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_imports import BLOCKED
+
+from dlm_calibration.recipes import RECIPES, RecipeError
+from dlm_export import plan
+from dlm_export.bench import PassSize
+from dlm_export.cli import main
+from dlm_export.engines import Limits, estimate
+from dlm_export.measured import MeasuredError, MeasuredPass, interpolated_ratio, read_measured
+from dlm_export.plan import Request, generation_passes, make_plan, memory_bytes, predict, weights_bytes
+from dlm_export.roofline import Machine, limit_s
+from dlm_export.shapes import Shape, ShapeError, precisions_of, read_shape, scaled_shape
+from dlm_export.targets import TARGETS, Target
+from dlm_runtime import CallbackPass
+
+H100, CPU = TARGETS["h100"], TARGETS["cpu"]
+LLADA_8B = scaled_shape("8B")
+TINY = Shape(
+    "tiny",
+    {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_size": 16,
+        "mlp_size": 64,
+        "parameters": 16_736,
+        "qkv_bias": False,
+        "tied_head": False,
+    },
+    256,
+    {},
+)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def prediction(
+    shape: Shape = LLADA_8B, target: Target = H100, precision: str = "fp16", request: Request | None = None, block: int = 32
+) -> plan.Prediction:
+    (found,), _ = precisions_of(shape, target, [precision])
+    return predict(shape, target, found, request or Request(), block)
+
+
+def measurement(**changes: Any) -> dict[str, Any]:
+    """What ``bench --json`` prints of a bundle of TINY's sizes, as far as a plan reads it."""
+    rates = {"read_bytes_per_s": 1e9, "int8_macs_per_s": 4e9, "int8_macs_per_s_32_rows": 2e9, "fp32_macs_per_s": 1e9}
+    machine = Machine(**rates)
+    (precision,), _ = precisions_of(TINY, CPU, ["int8"])
+    passes = []
+    for tokens, cached, rows, ratio in ((8, 24, 8, 3.0), (32, 0, 8, 2.0), (32, 0, 32, 1.5)):
+        work = plan._work(TINY, precision, PassSize(tokens, cached, rows), 1)
+        limit_ms = 1e3 * limit_s(work, machine.rates())
+        made = {"tokens": tokens, "cached": cached, "rows": rows}
+        passes.append(made | {"ms": ratio * limit_ms, "limit_ms": limit_ms, "ratio": ratio, "quartiles_ms": [0, 0]})
+    generation = {"preset": "fast-dllm", "prompt_tokens": 16, "new_tokens": 16, "nfe": 16, "tokens_per_s": 1000.0}
+    return {
+        "machine": {"memory_bytes": 1 << 30},
+        "bundle": {"precision": "int8", "parameters": TINY.denoiser["parameters"]},
+        "roofline": rates,
+        "passes": passes,
+        "generation": generation,
+    } | changes
+
+
+@pytest.fixture
+def measured_file(tmp_path: Path) -> Path:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(measurement()))
+    return path
+
+
+# ---- By hand ----
+
+
+def test_an_example_worked_out_by_hand() -> None:
+    """One block of d 32: 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights, head 3200, norms 96; 2-byte elements."""
+    target = replace(H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7})  # 2e7 multiply-adds a second
+    request = Request(prompt_tokens=8, new_tokens=4, tokens_per_pass=(2,), prices={"h100": 3.6})
+    got = prediction(TINY, target, request=request, block=4)
+    weights = 2 * (10240 + 3200 + 96)
+    token_bytes = 2 * 32 + 2 * 2 * 32  # a row of the embedding; a key and a value
+    full_bytes = 1e3 * (weights + 12 * token_bytes) / 1e6
+    block_bytes = 1e3 * (weights + 4 * token_bytes + 8 * 128) / 1e6
+    full_macs = 1e3 * (12 * 10240 + 2 * 32 * 12 * 12 + 4 * 3200) / 2e7
+    block_macs = 1e3 * (4 * 10240 + 2 * 32 * 4 * 12 + 4 * 3200) / 2e7
+    assert got.full_pass.bytes_ms == pytest.approx(full_bytes)
+    assert got.full_pass.arithmetic_ms == pytest.approx(full_macs)
+    assert (got.full_pass.ms, got.full_pass.bound) == (pytest.approx(full_bytes), "bytes")
+    assert got.block_pass.bytes_ms == pytest.approx(block_bytes)
+    assert got.block_pass.arithmetic_ms == pytest.approx(block_macs)
+    (speed,) = got.speeds
+    assert speed.nfe == 2
+    assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)  # bytes bind, however many rows are scored
+    assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
+    assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
+
+
+def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
+    """8,015,581,184 parameters, as the released checkpoint has."""
+    sizes = LLADA_8B.denoiser
+    assert (sizes["layers"], sizes["hidden_size"], sizes["heads"], sizes["mlp_size"]) == (32, 4096, 32, 12288)
+    assert sizes["parameters"] == 8_015_581_184
+    (fp16,), _ = precisions_of(LLADA_8B, H100, ["fp16"])
+    assert weights_bytes(LLADA_8B, fp16) == 2 * sizes["parameters"]
+
+
+@given(billions=st.floats(1, 500))
+def test_a_scaled_shape_is_as_near_to_its_size_as_one_layer_allows(billions: float) -> None:
+    got = scaled_shape(f"{billions}B").denoiser
+    assert abs(got["parameters"] / (billions * 1e9) - 1) < 0.12
+    assert got["hidden_size"] == got["heads"] * got["head_size"]
+
+
+@pytest.mark.parametrize("size", ["", "8", "B", "xB", "-8B", "nanB", "infB", "1M", "1e9B"])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(ShapeError, match="write parameters as"):
+        scaled_shape(size)
+
+
+# ---- The loop ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.integers(0, 40),
+    new=st.integers(1, 60),
+    block=st.integers(1, 40),
+    per_pass=st.integers(1, 5),
+    has_cache=st.booleans(),
+)
+def test_the_passes_are_those_that_the_native_loop_makes(
+    prompt: int, new: int, block: int, per_pass: int, has_cache: bool
+) -> None:
+    made: Counter[PassSize] = Counter()
+
+    class Recording(ArithmeticDenoiser):
+        def _run(self, p: CallbackPass) -> None:
+            cached = p.past[0][0].shape[1] if p.past else 0
+            made[PassSize(len(p.input_ids), cached, len(p.score_rows))] += 1
+            super()._run(p)
+
+        def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
+            return super().predict(position, token, masked)[0], 0.5  # ties commit by the count alone
+
+    # Entropy 0.5 a row: the rule commits while the sum of the entropies before stays within the bound.
+    bundle = Recording().bundle
+    bundle.generate(
+        tokens=[1] * prompt,
+        max_new_tokens=new,
+        cache="dual" if has_cache else "none",
+        commit="entropy_bound",
+        entropy_bound=0.5 * (per_pass - 1),
+        block_length=block,
+        stop="none",
+    )
+    assert made == generation_passes(prompt, new, block, per_pass, has_cache=has_cache)
+
+
+def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:
+    rows = {each.rows: count for each, count in generation_passes(8, 6, 6, 1.5).items()}
+    assert rows == {6: 1, 5: 1, 3: 1, 2: 1}  # 1, 2, 1 and 2 are committed
+
+
+@given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
+def test_more_tokens_a_pass_never_make_more_or_larger_passes(new: int, block: int, per_pass: float) -> None:
+    def rows(per_pass: float) -> int:
+        return sum(each.rows * count for each, count in generation_passes(8, new, block, per_pass).items())
+
+    fewer, more = generation_passes(8, new, block, per_pass), generation_passes(8, new, block, per_pass * 1.5)
+    assert more.total() <= fewer.total() <= new
+    assert rows(per_pass * 1.5) <= rows(per_pass)
+
+
+# ---- What must hold whatever the figures are ----
+
+
+shapes = st.builds(
+    lambda heads, layers, mlp, vocabulary, tied: Shape(
+        "drawn",
+        {
+            "vocab_size": vocabulary,
+            "hidden_size": 32 * heads,
+            "layers": layers,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_size": 32,
+            "mlp_size": 16 * mlp,
+            "parameters": 0,
+            "qkv_bias": tied,
+            "tied_head": tied,
+        },
+        None,
+        {},
+    ),
+    heads=st.integers(1, 32),
+    layers=st.integers(1, 4),
+    mlp=st.integers(2, 256),
+    vocabulary=st.integers(10, 100_000),
+    tied=st.booleans(),
+)
+requests = st.builds(Request, prompt_tokens=st.integers(0, 500), new_tokens=st.integers(1, 60), batch=st.integers(1, 40))
+MEMORY_TARGETS = [H100, TARGETS["b200"], CPU]
+precisions = st.sampled_from(["fp16", "int8", "int8-static", "int4", "fp8"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, request=requests, precision=precisions, times=st.floats(1, 100))
+def test_more_bandwidth_and_higher_rates_are_never_slower(shape: Shape, request: Request, precision: str, times: float) -> None:
+    base = prediction(shape, H100, precision, request)
+    assert H100.bandwidth_bytes_per_s is not None
+    wider = replace(H100, bandwidth_bytes_per_s=times * H100.bandwidth_bytes_per_s)
+    faster = replace(H100, rates={name: times * rate for name, rate in H100.rates.items()})
+    for better in (wider, faster):
+        for ours, theirs in zip(prediction(shape, better, precision, request).speeds, base.speeds, strict=True):
+            assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, request=requests, precision=precisions)
+def test_more_tokens_a_pass_are_never_slower(shape: Shape, request: Request, precision: str) -> None:
+    speeds = prediction(shape, H100, precision, replace(request, tokens_per_pass=(1, 1.5, 2, 4, 9, 64))).speeds
+    assert [speed.tokens_per_s for speed in speeds] == sorted(speed.tokens_per_s for speed in speeds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, request=requests, precision=precisions, more=st.integers(2, 8))
+def test_a_larger_batch_never_lowers_tokens_a_second_nor_memory(
+    shape: Shape, request: Request, precision: str, more: int
+) -> None:
+    one = prediction(shape, H100, precision, request)
+    many = prediction(shape, H100, precision, replace(request, batch=more * request.batch))
+    assert many.memory_bytes > one.memory_bytes
+    for ours, theirs in zip(many.speeds, one.speeds, strict=False):
+        assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=shapes, canvas=st.integers(32, 1000), batch=st.integers(1, 9), target=st.sampled_from([H100, TARGETS["b200"], CPU])
+)
+def test_quantised_weights_never_need_more_memory(shape: Shape, canvas: int, batch: int, target: Target) -> None:
+    full = "fp32" if target is CPU else "fp16"
+    (reference,), _ = precisions_of(shape, target, [full])
+    most = memory_bytes(shape, reference, target, canvas, 32, batch)
+    for precision in precisions_of(shape, target, list(RECIPES))[0]:
+        assert memory_bytes(shape, precision, target, canvas, 32, batch) < most
+
+
+def test_memory_on_a_gpu_is_what_building_an_engine_estimates() -> None:
+    (precision,), _ = precisions_of(LLADA_8B, H100, ["int4"])
+    estimated = estimate(LLADA_8B.denoiser, weights_bytes(LLADA_8B, precision), Limits(300, 32))
+    assert memory_bytes(LLADA_8B, precision, H100, 300, 32, 1) == estimated.device
+    four = memory_bytes(LLADA_8B, precision, H100, 300, 32, 4)
+    assert four == estimated.device + 3 * (estimated.cache + estimated.passes)
+
+
+def test_a_tied_head_is_no_layer_of_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[layers]\nhead = "int8-weight"\n')
+    (found,), _ = precisions_of(TINY, H100, [str(recipe)])
+    assert found.layers == (("head", "int8-weight"),)
+    with pytest.raises(RecipeError, match="no layer is called 'head'"):
+        precisions_of(replace(TINY, denoiser={**TINY.denoiser, "tied_head": True}), H100, [str(recipe)])
+
+
+def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bundle: Path) -> None:
+    for bundle in (llada_bundle, dream_bundle):
+        shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
+        (fp32,), _ = precisions_of(shape, CPU, ["fp32"])
+        assert weights_bytes(shape, fp32) == 4 * shape.denoiser["parameters"]
+        stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"]["bytes"]
+        # The file adds the tables of RoPE, and rounds tensors up to pages.
+        assert 1 <= stored / weights_bytes(shape, fp32) < 1.5
+
+
+# ---- What is unknown ----
+
+
+def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
+    orin = TARGETS["agx-orin"]
+    assert "fp16" not in orin.rates  # the premise: no page gives it
+    got = prediction(target=orin, precision="int8-static")
+    assert got.missing == ("fp16 rate",)
+    assert (got.speeds, got.full_pass.ms, got.full_pass.bound) == ((), None, None)
+    assert got.full_pass.bytes_ms is not None
+    assert got.fits is True
+
+
+def test_a_gpu_known_by_its_sm_alone_is_unknown_throughout() -> None:
+    (target,) = plan.find_targets("sm89")
+    got = prediction(target=target, precision="fp8")
+    assert got.missing == ("bandwidth", "fp8 rate", "fp16 rate")
+    assert (got.fits, got.speeds, got.full_pass.bytes_ms) == (None, (), None)
+
+
+def test_the_cpu_is_unknown_until_it_is_measured() -> None:
+    got = prediction(target=CPU, precision="int8")
+    assert got.missing == ("this machine's bandwidth and rates: pass --measured",)
+    assert got.speeds == ()
+
+
+def test_what_does_not_fit_keeps_its_figure_and_gets_no_speed() -> None:
+    got = prediction(scaled_shape("100B"), H100)
+    assert (got.fits, got.speeds) == (False, ())
+    assert got.memory_bytes > 2e11
+    shown = invoke("plan", "--sizes", "100B", "--targets", "h100", "--precisions", "fp16")
+    row = next(line for line in shown.stdout.splitlines() if line.startswith("fp16"))
+    assert f"{got.memory_bytes / 1e9:.2f} !" in row
+    assert "more than the memory of h100" in shown.stdout
+
+
+def test_a_precision_that_a_target_does_not_run_is_left_out_with_the_reason() -> None:
+    made = make_plan([LLADA_8B], [H100, TARGETS["b200"]], Request(), ["nvfp4"])
+    assert [each.target for each in made.predictions] == ["b200"]
+    assert "NVFP4 needs SM 10.0" in made.left_out["h100"]["nvfp4"]
+    assert make_plan([LLADA_8B], [CPU], Request()).left_out["cpu"]["nvfp4"] == "a CPU simulates it, at the speed of fp32"
+
+
+def test_every_precision_that_a_target_runs_is_there_once() -> None:
+    for target in TARGETS.values():
+        found, left_out = precisions_of(LLADA_8B, target)
+        names = [name for each in found for name in (each.name, *each.same_as)] + list(left_out)
+        assert sorted(names) == sorted(set(target.precisions) - {"auto", "stored"})
+
+
+# ---- Calibration ----
+
+
+def test_the_calibration_gives_the_measured_passes_back(measured_file: Path) -> None:
+    measured = read_measured(measured_file)
+    (precision,), _ = precisions_of(TINY, CPU, ["int8"])
+    request = Request(prompt_tokens=24, new_tokens=8)
+    got = predict(TINY, CPU, precision, request, 8, measured)
+    assert got.is_calibrated
+    told = {(each["tokens"], each["cached"], each["rows"]): each["ms"] for each in measurement()["passes"]}
+    assert got.full_pass.ms == pytest.approx(told[32, 0, 8])
+    assert got.block_pass.ms == pytest.approx(told[8, 24, 8])
+    assert (got.full_pass.ratio, got.block_pass.ratio) == (pytest.approx(2), pytest.approx(3))
+    (other,), _ = precisions_of(TINY, CPU, ["fp32"])
+    plain = predict(TINY, CPU, other, request, 8, measured)
+    assert (plain.is_calibrated, plain.full_pass.ratio) == (False, 1)
+    assert predict(TINY, H100, precision, request, 8, measured).full_pass.ratio == 1
+
+
+@given(tokens=st.integers(1, 5000), cached=st.integers(0, 5000), rows=st.integers(0, 5000))
+def test_an_interpolated_ratio_stays_within_what_was_measured(tokens: int, cached: int, rows: int) -> None:
+    known = [
+        MeasuredPass(PassSize(8, 24, 8), 3, 1),
+        MeasuredPass(PassSize(32, 0, 8), 2, 1),
+        MeasuredPass(PassSize(32, 0, 32), 1.5, 1),
+    ]
+    assert 1.5 * (1 - 1e-9) <= interpolated_ratio(known, PassSize(tokens, cached, rows)) <= 3 * (1 + 1e-9)
+
+
+def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    two = measurement()
+    two["passes"] = two["passes"][:2]  # ratios 3 and 2: each is predicted by the other
+    path.write_text(json.dumps(two))
+    assert read_measured(path).leave_one_out() == pytest.approx([2 / 3 - 1, 3 / 2 - 1])
+    path.write_text(json.dumps(two | {"passes": two["passes"][:1]}))
+    assert read_measured(path).leave_one_out() == []
+    told = invoke("plan", "--sizes", "1B", "--targets", "cpu", "--measured", path)
+    assert "One pass was measured: the error of passes cannot be told" in told.stdout
+
+
+def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_file: Path) -> None:
+    """16 passes over 16 tokens: one full pass a block of 8, and seven of the block."""
+    measured = read_measured(measured_file)
+    same = replace(TINY, presets={"fast-dllm": {"cache": "dual", "block_length": 8}})
+    request = Request(prompt_tokens=16, new_tokens=16, tokens_per_pass=(1,), block_lengths=(8,))
+    made = make_plan([same], [CPU], request, ["int8"], measured)
+    assert made.calibration is not None
+    found = made.calibration["generation"]
+    ((speed,),) = (each.speeds for each in made.predictions)
+    assert found["predicted_tokens_per_s"] == pytest.approx(speed.tokens_per_s)
+    assert found["error"] == pytest.approx(speed.tokens_per_s / 1000 - 1)
+    other = replace(same, denoiser={**same.denoiser, "parameters": 1})
+    elsewhere = make_plan([other], [CPU], request, ["int8"], measured).calibration
+    assert elsewhere is not None
+    assert elsewhere["generation"] is None
+
+
+def test_growth_on_the_cpu_compares_only_what_is_calibrated(measured_file: Path) -> None:
+    made = make_plan([TINY], [CPU], Request(prompt_tokens=8, new_tokens=8), None, read_measured(measured_file))
+    points = [point for growth in made.growth for point in growth.lines["cpu"] if point is not None]
+    assert points
+    assert {point.precision for point in points} == {"int8"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"roofline": None}, "roofline.read_bytes_per_s"),
+        ({"passes": []}, "holds no pass"),
+        ({"passes": [{"tokens": 0, "cached": 0, "rows": 0, "ms": 1, "limit_ms": 1}]}, "is of no tokens"),
+        ({"passes": [{"tokens": 8, "cached": 0, "rows": 8, "ms": 1, "limit_ms": None}]}, "passes.0.limit_ms"),
+        ({"passes": 3}, "passes is not there"),
+        ({"bundle": "somewhere"}, "bundle.precision"),
+        ({"machine": {"memory_bytes": True}}, "machine.memory_bytes"),
+    ],
+)
+def test_a_damaged_measurement_is_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(measurement(**change)))
+    with pytest.raises(MeasuredError, match=said):
+        read_measured(path)
+
+
+@settings(max_examples=50, deadline=None)
+@given(value=st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=5))
+def test_no_measurement_crashes(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+    path = tmp_path_factory.mktemp("measured") / "measured.json"
+    for key in measurement():
+        path.write_text(json.dumps(measurement(**{key: value})))
+        with pytest.raises(MeasuredError):
+            read_measured(path)
+
+
+# ---- The command ----
+
+
+def test_json_has_every_combination_and_no_number_that_is_none(measured_file: Path) -> None:
+    options = ("--sizes", "1B,8B", "--targets", "h100,cpu", "--block-length", "16,32", "--tokens-per-pass", "1,2.5")
+    result = invoke("plan", *options, "--price-per-hour", "h100=2", "--measured", measured_file, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout, parse_constant=lambda text: pytest.fail(text))
+    combinations = Counter((each["denoiser"], each["target"], each["block_length"]) for each in told["predictions"])
+    assert combinations == {
+        (size, target.name, block): len(precisions_of(scaled_shape(size), target)[0])
+        for size in ("1B", "8B")
+        for target in (H100, CPU)
+        for block in (16, 32)
+    }
+    for each in told["predictions"]:
+        assert [speed["tokens_per_pass"] for speed in each["speeds"]] == ([1, 2.5] if each["fits"] else [])
+        costs = [speed["cost_per_million_tokens"] for speed in each["speeds"]]
+        assert all((cost is None) == (each["target"] == "cpu") for cost in costs)
+        assert each["full_pass"]["tokens"] == 256
+    assert [each["axis"] for each in told["growth"]] == ["canvas", "batch", "size"]
+
+
+def test_tables_are_read_in_a_hundred_columns() -> None:
+    names = "rtx5090,agx-orin,thor,h100,b200,cpu"
+    result = invoke("plan", "--sizes", "8B", "--targets", names, "--price-per-hour", "2.5")
+    assert result.exit_code == 0, result.output
+    tables = [line for line in result.stdout.splitlines() if not line.startswith(("Left out", "Unknown", "Same figures"))]
+    assert max(map(len, tables)) <= 100
+    for name in names.split(","):
+        assert f"8B on {name}" in result.stdout
+    assert "Cost of a million tokens, at 2.5 an hour" in result.stdout
+
+
+def test_a_bundle_is_planned_without_torch_in_its_own_precision_too(llada_bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(llada_bundle, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (fp32,), _ = precisions_of(read_shape(llada_bundle, lambda path: pytest.fail("this is a bundle")), CPU, ["fp32"])
+    assert fp32.layers == ()
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, "plan", folder, "--targets", "cpu,l4", "--json", "--new-tokens", "16"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {each["target"] for each in told["predictions"]} == {"cpu", "l4"}
+    assert manifest["precision"]["name"] == "fp32"
+
+
+def test_a_quantised_bundles_own_formats_are_planned() -> None:
+    layers = {"blocks.0.mlp.down": "int8-static", "blocks.0.mlp.up": "high"}
+    shape = replace(TINY, precision="mine", layers=layers)
+    found, _ = precisions_of(shape, H100)
+    assert found[0].name == "mine"
+    assert found[0].layers == (("blocks.0.mlp.down", "int8-static"),)
+    _, left_out = precisions_of(replace(shape, layers={"blocks.0.mlp.down": "int8-dynamic"}), H100)
+    assert left_out["mine, as the bundle has it"] == "h100 does not run int8-dynamic"
+
+
+def test_a_checkpoint_is_planned_by_its_configuration(dream_checkpoint: Path, dream_bundle: Path) -> None:
+    options = ("--targets", "l4", "--precisions", "int8", "--new-tokens", 16, "--json")
+    ours, theirs = (json.loads(invoke("plan", path, *options).stdout) for path in (dream_checkpoint, dream_bundle))
+    for told in (ours, theirs):
+        for each in told["predictions"]:
+            del each["denoiser"]
+    assert ours["predictions"] == theirs["predictions"]
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+    path = tmp_path / f"growth.{kind}"
+    options = ("plan", "--sizes", "1B", "--targets", "h100,agx-orin,thor", "--precisions", "int8", "--plot", path)
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
+    assert str(path) in result.stderr
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
+    if kind == "svg":
+        for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
+            assert word in content
+        assert b"agx-orin" not in content  # it has no point
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(b"mine")
+    assert invoke(*options).exit_code == 1
+    assert path.read_bytes() == b"mine"
+    assert invoke(*options, "--force", "--price-per-hour", "2").exit_code == 0
+    assert path.read_bytes() != b"mine"
+    assert kind == "png" or b"Cost of a million tokens" in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--targets", "h100"), "or --sizes"),
+        (("somewhere", "--sizes", "8B", "--targets", "h100"), "or --sizes"),
+        (("--sizes", "8B"), "--targets"),
+        (("--sizes", "8B", "--targets", ","), "no target"),
+        (("--sizes", "8B", "--targets", "h1000"), "unknown target"),
+        (("--sizes", "big", "--targets", "h100"), "write parameters as"),
+        (("--sizes", ",", "--targets", "h100"), "write parameters as"),
+        (("--sizes", "8B", "--targets", "h100", "--precisions", "nvfp4"), "h100 does not run"),
+        (("--sizes", "8B", "--targets", "cpu", "--precisions", "nvfp4"), "a CPU simulates it"),
+        (("--sizes", "8B", "--targets", "h100", "--precisions", "int9"), "int9"),
+        (("--sizes", "8B", "--targets", "h100", "--block-length", "0"), "--block-length"),
+        (("--sizes", "8B", "--targets", "h100", "--block-length", "8.5"), "--block-length"),
+        (("--sizes", "8B", "--targets", "h100", "--tokens-per-pass", "0.5"), "--tokens-per-pass"),
+        (("--sizes", "8B", "--targets", "h100", "--tokens-per-pass", "nan"), "--tokens-per-pass"),
+        (("--sizes", "8B", "--targets", "h100", "--tokens-per-pass", ","), "--tokens-per-pass"),
+        (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "cheap"), "--price-per-hour"),
+        (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "l4=1"), "--price-per-hour"),
+        (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "-1"), "--price-per-hour"),
+        (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "0"), "--price-per-hour"),
+        (("--sizes", "8B", "--targets", "agx-orin", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
+        (("--sizes", "8B", "--targets", "h100", "--plot", "growth.gif"), ".png or .svg"),
+        (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
+        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "not readable as JSON"),
+        (("--sizes", "8B", "--targets", "h100", "--batch", "0"), "--batch"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what(arguments: tuple[str, ...], said: str) -> None:
+    result = invoke("plan", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_canvas_longer_than_the_denoisers_is_refused(llada_bundle: Path) -> None:
+    result = invoke("plan", llada_bundle, "--targets", "h100", "--prompt-tokens", 200, "--new-tokens", 57)
+    assert result.exit_code == 2
+    assert "200 + 57 tokens are more than the 256" in result.stderr
