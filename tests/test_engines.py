@@ -309,6 +309,13 @@ def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(fp16:
     assert contents(fp16) == before
 
 
+def test_inspect_shows_a_bundles_engines(fp16: Path) -> None:
+    shown = dlm_export("inspect", fp16).stdout
+    for text in ("rtx5090", "tensorrt_rtx", "43 float16", "engines/rtx5090.engine", "presets: llada"):
+        assert text in shown
+    assert json.loads(dlm_export("inspect", fp16, "--json").stdout) == read_manifest(fp16)
+
+
 # ---- What the builder refuses ----
 
 

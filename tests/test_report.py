@@ -335,3 +335,14 @@ def test_browser_lays_out_every_figure_at_360_pixels(page_text: str, tmp_path: P
     assert (luminance(background) < luminance(ink)) == (scheme == "dark")
     low, high = sorted((luminance(background), luminance(ink)))
     assert (high + 0.05) / (low + 0.05) > 7
+
+
+def test_engines_and_what_they_hold_otherwise_are_shown(tmp_path: Path) -> None:
+    manifest = made_up_manifest()
+    layers = {"blocks.0.mlp.up": "float16", "head": "float16"}
+    fallbacks = {"blocks.0.mlp.up": {"asked": "fp8", "held": "float16"}}
+    audit = {"layers": layers, "fallbacks": fallbacks}
+    manifest["engines"] = {"h100": {"builder": "tensorrt", "version": "10.14.1", "audit": audit}}
+    page = rendered(tmp_path, manifest)
+    assert "tensorrt 10.14.1" in page
+    assert "<code>blocks.0.mlp.up</code> is float16, fp8 was asked for" in page

@@ -23,6 +23,7 @@ from dlm_export.printing import (
     format_bytes,
     print_bench,
     print_build,
+    print_bundle,
     print_engine,
     print_json,
     print_judgement,
@@ -114,10 +115,17 @@ _threads_option = click.option("--threads", type=click.IntRange(0, 4096), defaul
 @_canvas_option
 @_json_option
 def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int | None, as_json: bool) -> None:
-    """Show what a checkpoint is: family, parameters, capabilities, memory a precision.
+    """Show what a checkpoint is: family, parameters, capabilities, memory a precision; or a bundle: files, engines, presets.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
+    if (checkpoint / "manifest.json").is_file():
+        import dlm_runtime
+
+        with dlm_runtime.open(checkpoint, engine="none") as bundle:
+            manifest = bundle.manifest
+        print_json(manifest) if as_json else print_bundle(str(checkpoint), manifest)
+        return
     from dlm_export import families, tokenizer
     from dlm_export.checkpoint import Checkpoint
     from dlm_export.graph import PRECISIONS

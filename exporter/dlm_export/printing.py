@@ -111,9 +111,33 @@ def print_build(report: BuildReport) -> None:
         total = sum(row.canvases for row in report.parity.loop)
         limit = report.parity.tolerance
         click.echo(
-            f"Parity with PyTorch holds: logits within {worst:.1e} of their range ({limit.relative:.1e} allowed), {equal} of {total} "
-            f"canvases of random prompts equal ({limit.agreement:.0%} asked)"
+            f"Parity with PyTorch holds: logits within {worst:.1e} of their range ({limit.relative:.1e} allowed), "
+            f"{equal} of {total} canvases of random prompts equal ({limit.agreement:.0%} asked)"
         )
+
+
+def print_bundle(folder: str, manifest: Mapping[str, Any]) -> None:
+    """What a bundle is: denoiser, precision, files, engines."""
+    from dlm_export.targets import sm_text
+
+    click.echo(f"{folder}: a bundle of {manifest['architecture']}, {manifest['denoiser']['parameters']:,} parameters")
+    cache = manifest["graph"]["cache_dtype"]
+    click.echo(f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache")
+    click.echo(f"presets: {', '.join(manifest['presets'])}; default {manifest['default_preset']}")
+    print_table("Files", ["", "size"], [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()])
+    rows = [
+        [
+            name,
+            ", ".join(sm_text(sm) for sm in entry["sm"]),
+            f"{entry['builder']} {entry['version']}",
+            ", ".join(f"{count} {held}" for held, count in Counter(entry["audit"]["layers"].values()).items()),
+            str(len(entry["audit"]["fallbacks"])),
+            format_bytes(entry["device_bytes"]),
+        ]
+        for name, entry in manifest.get("engines", {}).items()
+    ]
+    if rows:
+        print_table("Engines", ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"], rows)
 
 
 def print_engine(built: Built, size: int) -> None:
