@@ -8,6 +8,7 @@ Also whole generations: the native runtime against the reference loop in torch, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -29,7 +30,8 @@ from dlm_export.denoiser import Denoiser
 from dlm_export.families.base import Overrides
 
 PASSES = ((32, 224, 32), (256, 0, 256), (256, 0, 32))  # (T, S, R)
-PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
+PRECISIONS = ("fp32", "fp16", "int8", "int8-all", "int8-static", "int4-rtn")
+GENERATED = ("fp32", "int8", "int8-all")
 
 
 def bundle_of(size: str, precision: str) -> Path:
@@ -117,11 +119,19 @@ def main() -> None:
             show(f"T = {T}, S = {S}, R = {R}", rows, "torch fp32")
         del engines
         prompt = np.random.default_rng(1).integers(0, 1000, 128).tolist()
-        with dlm_runtime.open(bundle_of(arguments.size, "fp32"), check_hashes=False) as bundle:
-            policy = bundle.policy("llada", cache="dual", stop="none")
+        with contextlib.ExitStack() as opened:
+            bundles = {
+                name: opened.enter_context(dlm_runtime.open(bundle_of(arguments.size, name), check_hashes=False))
+                for name in GENERATED
+            }
+            policy = bundles["fp32"].policy("llada", cache="dual", stop="none")
             fields = policy.as_dict()
-            runs = {
-                "native runtime fp32": lambda: bundle.generate(tokens=prompt, max_new_tokens=64, **fields),
+
+            def native(name: str) -> Callable[[], object]:
+                return lambda: bundles[name].generate(tokens=prompt, max_new_tokens=64, **fields)
+
+            runs = {f"native runtime {name}": native(name) for name in GENERATED}
+            runs |= {
                 "reference loop, torch fp32": lambda: reference.generate(fp32, prompt, policy, 64),
                 "reference loop, torch bf16": lambda: reference.generate(bf16, prompt, policy, 64),
             }
