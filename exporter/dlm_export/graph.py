@@ -98,10 +98,11 @@ class Pass(nn.Module):
         features, presents = self.denoiser.hidden(input_ids, position_ids, past)
         rows = score_rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         logits = self.denoiser.project(features.gather(1, rows)).float()
-        probs = (logits + self.mask_token_bias).softmax(-1)
+        masked = logits + self.mask_token_bias
+        probs = masked.softmax(-1)
         top_prob, top_token = probs.topk(TOP_K)
         # sum p ln p without a logarithm a token: ln p is a logit's distance from the best one's, plus the best one's ln p.
-        behind = logits - logits.gather(-1, top_token[..., :1])
+        behind = logits - masked.amax(-1, keepdim=True)
         entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
         return (top_token.int(), top_prob, entropy, logits, *flat)
