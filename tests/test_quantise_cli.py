@@ -270,4 +270,4 @@ def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_
 
 def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> None:
     result = _run("compare", llada_bundle, llada_bundle, "--judged", 2)
-    assert "Warning: no tokenizer and no --calib data" in result.stderr
+    assert "Warning: no --data: judged by made-up samples (random ids)" in result.stderr

@@ -99,6 +99,8 @@ def load_data(
             "no tokenizer and no --calib data: ranges come from random token ids, which no text looks like. Expect a "
             "higher loss on real text than the one reported."
         )
+    if warning is not None and not is_calibrating:
+        warning = f"no --data: judged by made-up samples ({name}), which say little of what the denoiser will be asked"
     if options.data is not None and not is_calibrating:
         return Data(name, [], samples, warning)
     judging = samples[JUDGED_EVERY - 1 :: JUDGED_EVERY]
