@@ -539,23 +539,25 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         raise builder.ParityError(f"{bundle}: {parity.summary}")
 
 
-def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
-    from dlm_export import accuracy
+def _judging(values: dict[str, Any]) -> dict[str, Any]:
+    """What ``verify`` and ``compare`` judge by, as arguments of ``accuracy``."""
     from dlm_export.samples import CalibrationOptions
 
-    data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
+    return {
+        "options": CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"]),
+        "judged": values["judged"],
+        "budgets": _budgets(values),
+        "engine": values["engine"],
+        "threads": values["threads"],
+        "warn": _warn,
+    }
+
+
+def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
+    from dlm_export import accuracy
+
     with Bars() as bars:
-        judgement = accuracy.judge_bundle(
-            bundle,
-            source,
-            data,
-            values["judged"],
-            _budgets(values),
-            engine=values["engine"],
-            threads=values["threads"],
-            progress=bars,
-            warn=_warn,
-        )
+        judgement = accuracy.judge_bundle(bundle, source, **_judging(values), progress=bars)
     if values["report"] is not None:
         for path in accuracy.write_files(values["report"], bundle, judgement):
             click.echo(f"{path} {format_bytes(path.stat().st_size)}", err=True)
@@ -579,21 +581,9 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
     from dlm_export import accuracy
-    from dlm_export.samples import CalibrationOptions
 
-    data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
     with Bars() as bars:
-        judgement = accuracy.compare_bundles(
-            reference,
-            candidate,
-            data,
-            values["judged"],
-            _budgets(values),
-            engine=values["engine"],
-            threads=values["threads"],
-            progress=bars,
-            warn=_warn,
-        )
+        judgement = accuracy.compare_bundles(reference, candidate, **_judging(values), progress=bars)
     if values["as_json"]:
         print_json(judgement.as_dict())
     else:
