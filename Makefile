@@ -1,8 +1,11 @@
 # Everything a developer or a first user runs; each target sets up .venv by itself.
 #   make demo   build the demo checkpoint into a bundle and generate from it
+#   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
 
 PYTHON ?= python3
+# What generation.py is given: `make bench BENCH=--quick` takes minutes, all of it about four hours.
+BENCH ?= --sampled-passes 4 --json build/benchmarks/generation.json --markdown build/benchmarks/generation.md
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,6 +35,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
+	@# llama.cpp is compiled for this machine's instructions. Where it cannot be, generation.py names what it leaves out.
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt || true
+	$(BIN)/python benchmarks/generation.py $(BENCH)
 	$(BIN)/python benchmarks/passes.py
 	$(BIN)/python benchmarks/export.py
 

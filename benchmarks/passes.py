@@ -1,8 +1,9 @@
-"""Milliseconds a pass: the graph in ONNX Runtime, fp32 to INT4, against eager torch in fp32 and bf16, in one interleaved run.
+"""Milliseconds a pass, fp32 to INT4: the native runtime, its graph in plain ONNX Runtime, and eager torch in fp32 and bf16.
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-Also whole generations: the native runtime against the reference loop in torch, same policy, same cache, equal NFE.
+One interleaved run in one process. Plain ONNX Runtime computes the functions of the graph for which the native runtime has
+operators of its own; it also takes batches. Whole generations, and llama.cpp, are in generation.py.
 """
 
 from __future__ import annotations
@@ -10,10 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,27 +18,17 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from shapes import ROOT, checkpoint, machine
+from contestants import torch_pass
+from shapes import bundle_of, checkpoint, machine
+from timing import clocked, interleave, show
 
 import dlm_runtime
-from dlm_export import families, reference
+from dlm_export import families
 from dlm_export.checkpoint import Checkpoint
-from dlm_export.denoiser import Denoiser
 from dlm_export.families.base import Overrides
 
-PASSES = ((32, 224, 32), (256, 0, 256), (256, 0, 32))  # (T, S, R)
-PRECISIONS = ("fp32", "fp16", "int8", "int8-all", "int8-static", "int4-rtn")
-GENERATED = ("fp32", "int8", "int8-all")
-
-
-def bundle_of(size: str, precision: str) -> Path:
-    """Build the bundle of a size once."""
-    path = ROOT / "build" / "benchmarks" / f"bundle-{size}-{precision}"
-    if not path.is_dir():
-        arguments = [str(checkpoint(size)), "-o", str(path), "--precision", precision, "--no-verify"]
-        arguments += ["--calib-samples", "4", "--calib-states", "4"]  # ranges do not change what a pass costs
-        subprocess.run([sys.executable, "-m", "dlm_export.cli", "build", *arguments], check=True, stdout=subprocess.DEVNULL)
-    return path
+PASSES = ((1, 32, 224, 32), (1, 256, 0, 256), (1, 256, 0, 32), (4, 32, 224, 32), (8, 32, 224, 32))  # (B, T, S, R)
+PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
@@ -52,51 +39,24 @@ def session(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path / "denoiser.onnx"), options, providers=["CPUExecutionProvider"])
 
 
-def onnx_pass(engine: onnxruntime.InferenceSession, T: int, S: int, R: int) -> Callable[[], Any]:
+def onnx_pass(engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
     """A pass of the graph that fetches what the loop fetches: the best tokens and their probabilities."""
     rng = np.random.default_rng(0)
     feeds = {
-        "input_ids": rng.integers(0, 1000, (1, T)),
-        "position_ids": np.arange(S, S + T)[None],
-        "score_rows": np.arange(R)[None],
+        "input_ids": rng.integers(0, 1000, (B, T)),
+        "position_ids": np.tile(np.arange(S, S + T), (B, 1)),
+        "score_rows": np.tile(np.arange(R), (B, 1)),
     }
     for port in engine.get_inputs():
         if port.name.startswith("past"):
-            shape = (1, port.shape[1], S, port.shape[3])
+            shape = (B, port.shape[1], S, port.shape[3])
             feeds[port.name] = rng.standard_normal(shape).astype(np.float16 if "16" in port.type else np.float32)
     return lambda: engine.run(["top_token", "top_prob"], feeds)
 
 
-def torch_pass(denoiser: Denoiser, T: int, S: int, R: int) -> Callable[[], Any]:
-    """The same pass in eager torch: body, scored rows, head, softmax and the two best."""
-    c, dtype = denoiser.capabilities, denoiser.final_norm.weight.dtype
-    ids, positions, rows = torch.randint(0, 1000, (1, T)), torch.arange(S, S + T)[None], torch.arange(R)
-    shape = (1, c.kv_heads, S, c.head_size)
-    past = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(c.layers)] if S else None
-
-    def run() -> Any:
-        features, _ = denoiser.hidden(ids, positions, past)
-        logits = denoiser.project(features[:, rows]).float()
-        logits[..., c.mask_token_id] = -torch.inf
-        return logits.softmax(-1).topk(2)
-
-    return run
-
-
-def interleave(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
-    """Run each in turn, ``rounds`` times after two warm-ups; median and quartiles in ms."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 2):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            if number >= 2:
-                times[name].append((time.perf_counter() - began) * 1e3)
-    out = {}
-    for name, values in times.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        out[name] = {"median_ms": round(median, 2), "q1_ms": round(low, 2), "q3_ms": round(high, 2)}
-    return out
+def native_pass(bundle: dlm_runtime.Bundle, T: int, S: int, R: int) -> Callable[[], float]:
+    """The seconds that the engine of the native runtime takes for a pass."""
+    return lambda: bundle.time_passes(T, S, R, 1)[0]
 
 
 def main() -> None:
@@ -107,46 +67,25 @@ def main() -> None:
     arguments = parser.parse_args()
     opened = Checkpoint(checkpoint(arguments.size))
     capabilities = families.read_capabilities(opened, Overrides())
-    fp32 = families.load(families.Weights(opened, capabilities), capabilities)
-    bf16 = families.load(families.Weights(opened, capabilities), capabilities, torch.bfloat16)
-    engines = {f"onnxruntime {p}": session(bundle_of(arguments.size, p)) for p in PRECISIONS}
+    denoisers = {
+        "torch fp32": families.load(families.Weights(opened, capabilities), capabilities),
+        "torch bf16": families.load(families.Weights(opened, capabilities), capabilities, torch.bfloat16),
+    }
+    folders = {precision: bundle_of(arguments.size, precision) for precision in PRECISIONS}
+    engines = {f"onnxruntime {name}": session(folder) for name, folder in folders.items()}
     result: dict[str, Any] = {"machine": machine(), "size": arguments.size, "rounds": arguments.rounds, "passes": {}}
-    with torch.inference_mode():
-        for T, S, R in PASSES:
-            runs = {name: onnx_pass(engine, T, S, R) for name, engine in engines.items()}
-            runs |= {"torch fp32": torch_pass(fp32, T, S, R), "torch bf16": torch_pass(bf16, T, S, R)}
-            result["passes"][f"T={T} S={S} R={R}"] = rows = interleave(runs, arguments.rounds)
-            show(f"T = {T}, S = {S}, R = {R}", rows, "torch fp32")
-        del engines
-        prompt = np.random.default_rng(1).integers(0, 1000, 128).tolist()
-        with contextlib.ExitStack() as opened:
-            bundles = {
-                name: opened.enter_context(dlm_runtime.open(bundle_of(arguments.size, name), check_hashes=False))
-                for name in GENERATED
-            }
-            policy = bundles["fp32"].policy("llada", cache="dual", stop="none")
-            fields = policy.as_dict()
-
-            def native(name: str) -> Callable[[], object]:
-                return lambda: bundles[name].generate(tokens=prompt, max_new_tokens=64, **fields)
-
-            runs = {f"native runtime {name}": native(name) for name in GENERATED}
-            runs |= {
-                "reference loop, torch fp32": lambda: reference.generate(fp32, prompt, policy, 64),
-                "reference loop, torch bf16": lambda: reference.generate(bf16, prompt, policy, 64),
-            }
-            result["generation"] = rows = interleave(runs, max(3, arguments.rounds // 5))
-            show("128 given, 64 new tokens, blocks of 32, static, dual cache: 64 passes", rows, "reference loop, torch fp32")
+    with contextlib.ExitStack() as stack:
+        bundles: dict[str, dlm_runtime.Bundle] = {}
+        for name, folder in folders.items():
+            bundles[f"native {name}"] = stack.enter_context(dlm_runtime.open(folder, check_hashes=False))
+        for B, T, S, R in PASSES:
+            runs = {name: native_pass(bundle, T, S, R) for name, bundle in bundles.items() if B == 1}  # one sequence a pass
+            runs |= {name: clocked(onnx_pass(engine, B, T, S, R)) for name, engine in engines.items()}
+            runs |= {name: clocked(torch_pass(denoiser, B, T, S, R)) for name, denoiser in denoisers.items()}
+            result["passes"][f"B={B} T={T} S={S} R={R}"] = rows = interleave(runs, arguments.rounds)
+            show(f"B = {B}, T = {T}, S = {S}, R = {R}", rows, "torch fp32")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def show(title: str, rows: dict[str, dict[str, float]], baseline: str) -> None:
-    """Print medians, quartiles and the ratio to the baseline of the same run."""
-    print(title)
-    for name, row in rows.items():
-        ratio = rows[baseline]["median_ms"] / row["median_ms"]
-        print(f"  {name:28} {row['median_ms']:9.1f} ms  ({row['q1_ms']:.1f} .. {row['q3_ms']:.1f})  {ratio:.2f} x", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random checkpoints of the sizes that the benchmarks speak of, in LLaDA's layout, bf16, written once under build/."""
+"""What the benchmarks measure: the demo, and random checkpoints in LLaDA's layout, bf16, written once under build/."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "examples" / "demo-denoiser"
 sys.path.insert(0, str(ROOT / "tests"))
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -19,7 +20,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(name: str) -> Path:
-    """The folder of a random checkpoint of a shape of ``SHAPES``."""
+    """The folder of a random checkpoint of a shape of ``SHAPES``, or of the trained one: ``demo``."""
+    if name == "demo":
+        return DEMO
     import torch
     from checkpoints import llada_config, write_checkpoint
 
@@ -32,6 +35,17 @@ def checkpoint(name: str) -> Path:
         partial = path.with_suffix(".partial")
         write_checkpoint(partial, config, dtype=torch.bfloat16, shards=4)
         partial.rename(path)
+    return path
+
+
+def bundle_of(size: str, precision: str) -> Path:
+    """Build the bundle of a size once."""
+    path = ROOT / "build" / "benchmarks" / f"bundle-{size}-{precision}"
+    if not path.is_dir():
+        arguments = [str(checkpoint(size)), "-o", str(path), "--precision", precision, "--no-verify"]
+        if size != "demo":  # ranges of random weights do not change what a pass costs
+            arguments += ["--calib-samples", "4", "--calib-states", "4"]
+        subprocess.run([sys.executable, "-m", "dlm_export.cli", "build", *arguments], check=True, stdout=subprocess.DEVNULL)
     return path
 
 
@@ -49,9 +63,10 @@ def measured(command: list[str]) -> tuple[str, float, int]:
 
 def machine() -> dict[str, Any]:
     """What a figure was measured on."""
+    import platform
     from importlib import metadata
 
     from dlm_export.targets import this_machine
 
     packages = {name: metadata.version(name) for name in ("torch", "onnxruntime", "onnx", "dlm-export")}
-    return this_machine() | packages
+    return this_machine() | packages | {"python": platform.python_version()}

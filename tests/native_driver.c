@@ -38,11 +38,11 @@ static void *const garbage = (void *)(intptr_t)-1; /* what out-pointers hold bef
 
 /* ---- A denoiser of our own ---- */
 
-enum { V = 50, MASK = 49, EOS = 48, LAYERS = 2, HEADS = 2, HEAD_SIZE = 4, LONGEST = 64, NOWHERE = -1000 };
+enum { V = 50, MASK = 49, EOS = 48, LAYERS = 2, HEADS = 2, HEAD_SIZE = 4, LONGEST = 64, NOWHERE = -1000, MOST = 5 };
 
 typedef struct {
   int32_t shift, element_bytes, eos_at; /* eos_at: a position that predicts EOS, or NOWHERE */
-  int32_t bad_at;                       /* the pass (counted from 0) that goes wrong, or -1 */
+  int32_t bad_at;                       /* the pass (counted from 0) that goes wrong, or -1: its last request's last row */
   dlm_status bad_status;
   int is_token_bad, is_prob_bad, is_entropy_bad;
   int32_t bad_token;
@@ -51,8 +51,10 @@ typedef struct {
   dlm_session *re_entered;
   /* noted by run(); under the lock, as two threads may share a denoiser */
   pthread_mutex_t lock;
-  int32_t passes, generation, broken_promises;
-  int32_t last[3]; /* tokens, cached and rows of the last pass */
+  int32_t passes, broken_promises;
+  int32_t written[LONGEST]; /* by position: the pass that wrote its keys and values last, counted from 1 */
+  int32_t last[4]; /* requests, tokens, cached and rows of the last pass */
+  int32_t batches[MOST + 1]; /* passes by their number of requests */
 } fake;
 
 static fake make_fake(void) {
@@ -67,47 +69,50 @@ static fake make_fake(void) {
 
 static int32_t token_at(const fake *f, int64_t position) { return position == f->eos_at ? EOS : (int32_t)(position * 7 % 47); }
 
-static uint8_t cache_byte(int32_t layer, int is_value, int32_t head, int64_t position, size_t byte, int32_t generation) {
-  return (uint8_t)(131 * layer + 17 * is_value + 59 * head + 7 * (int32_t)position + (int32_t)byte + 29 * generation);
+/* The first byte of a row says its position; the others hang on all that a row is, the pass that wrote it among them. */
+static uint8_t cache_byte(const fake *f, int32_t layer, int is_value, int32_t head, int64_t position, size_t byte) {
+  if (byte == 0) return (uint8_t)position;
+  return (uint8_t)(131 * layer + 17 * is_value + 59 * head + 7 * (int32_t)position + (int32_t)byte + 29 * f->written[position]);
 }
 
-/* Writes the rows of `positions`, or counts the bytes of them that differ. */
-static int32_t cache_rows(const fake *f, int32_t layer, int is_value, const int64_t *positions, int32_t rows, uint8_t *write,
-                          const uint8_t *compare) {
-  int32_t differences = 0;
+/* Heads are those of all requests of the pass. */
+
+static void write_rows(const fake *f, int32_t layer, int is_value, const dlm_pass *p, uint8_t *to) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
-  for (int32_t head = 0; head < HEADS; ++head) {
-    for (int32_t row = 0; row < rows; ++row) {
-      for (size_t byte = 0; byte < row_bytes; ++byte) {
-        const size_t at = ((size_t)head * (size_t)rows + (size_t)row) * row_bytes + byte;
-        const uint8_t value = cache_byte(layer, is_value, head, positions[row], byte, f->generation);
-        if (write != NULL) write[at] = value;
-        if (compare != NULL) differences += compare[at] != value;
-      }
+  for (int32_t head = 0; head < p->batch * HEADS; ++head)
+    for (int32_t row = 0; row < p->tokens; ++row)
+      for (size_t byte = 0; byte < row_bytes; ++byte) *to++ = cache_byte(f, layer, is_value, head, p->position_ids[row], byte);
+}
+
+/* Whether the cached rows are not those of every position outside the pass, each once, as they were last written. */
+static int is_cache_wrong(const fake *f, int32_t layer, int is_value, const dlm_pass *p, const uint8_t *from) {
+  const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
+  const int32_t first = (int32_t)p->position_ids[0], length = p->cached + p->tokens;
+  for (int32_t head = 0; head < p->batch * HEADS; ++head) {
+    int is_seen[LONGEST] = {0};
+    for (int32_t row = 0; row < p->cached; ++row, from += row_bytes) {
+      const int32_t position = from[0];
+      if (position >= length || (position >= first && position < first + p->tokens) || is_seen[position]++) return 1;
+      for (size_t byte = 0; byte < row_bytes; ++byte)
+        if (from[byte] != cache_byte(f, layer, is_value, head, position, byte)) return 1;
     }
   }
-  return differences;
+  return 0;
 }
 
 /* Holds a pass against what dlm_runtime.h says of it; returns the number of broken promises. */
 static int32_t broken_promises(const fake *f, const dlm_pass *p) {
-  int32_t broken = p->tokens < 1 || p->rows < 1 || p->cached < 0 || p->layers != LAYERS;
+  int32_t broken = p->batch < 1 || p->batch > MOST || p->tokens < 1 || p->rows < 1 || p->cached < 0 || p->layers != LAYERS;
   broken += p->tokens + p->cached > LONGEST || p->top_tokens == NULL || p->top_probs == NULL;
   if (broken) return broken;
-  for (int32_t i = 0; i < p->tokens; ++i) {
-    broken += p->input_ids[i] < 0 || p->input_ids[i] >= V || p->position_ids[i] != p->position_ids[0] + i;
+  for (int32_t i = 0; i < p->batch * p->tokens; ++i) {
+    broken += p->input_ids[i] < 0 || p->input_ids[i] >= V || p->position_ids[i] != p->position_ids[0] + i % p->tokens;
   }
-  for (int32_t i = 0; i < p->rows; ++i) broken += p->score_rows[i] < 0 || p->score_rows[i] >= p->tokens;
-  if (p->cached > 0) { /* the keys and values of every other position, in order */
-    int64_t others[LONGEST];
-    const int64_t first = p->position_ids[0];
-    for (int32_t i = 0; i < p->cached; ++i) others[i] = i < first ? i : i + p->tokens;
-    for (int32_t layer = 0; layer < LAYERS; ++layer) {
-      const void *const both[] = {p->past_keys[layer], p->past_values[layer]};
-      for (int is_value = 0; is_value < 2; ++is_value) {
-        broken += both[is_value] == NULL || cache_rows(f, layer, is_value, others, p->cached, NULL, both[is_value]) != 0;
-      }
-    }
+  for (int32_t i = 0; i < p->batch * p->rows; ++i) broken += p->score_rows[i] < 0 || p->score_rows[i] >= p->tokens;
+  for (int32_t layer = 0; p->cached > 0 && layer < LAYERS; ++layer) {
+    const void *const both[] = {p->past_keys[layer], p->past_values[layer]};
+    for (int is_value = 0; is_value < 2; ++is_value)
+      broken += both[is_value] == NULL || is_cache_wrong(f, layer, is_value, p, both[is_value]);
   }
   return broken;
 }
@@ -116,13 +121,14 @@ static dlm_status run(void *user, const dlm_pass *p) {
   fake *f = user;
   pthread_mutex_lock(&f->lock);
   const int is_bad = f->passes++ == f->bad_at;
-  f->last[0] = p->tokens, f->last[1] = p->cached, f->last[2] = p->rows;
-  if (p->present_keys != NULL) ++f->generation;
+  f->last[0] = p->batch, f->last[1] = p->tokens, f->last[2] = p->cached, f->last[3] = p->rows;
   f->broken_promises += broken_promises(f, p);
+  if (p->batch >= 1 && p->batch <= MOST) ++f->batches[p->batch];
   if (p->present_keys != NULL && p->present_values != NULL) {
+    for (int32_t i = 0; i < p->tokens; ++i) f->written[p->position_ids[i]] = f->passes;
     for (int32_t layer = 0; layer < LAYERS; ++layer) {
-      cache_rows(f, layer, 0, p->position_ids, p->tokens, p->present_keys[layer], NULL);
-      cache_rows(f, layer, 1, p->position_ids, p->tokens, p->present_values[layer], NULL);
+      write_rows(f, layer, 0, p, p->present_keys[layer]);
+      write_rows(f, layer, 1, p, p->present_values[layer]);
     }
   }
   pthread_mutex_unlock(&f->lock);
@@ -130,13 +136,14 @@ static dlm_status run(void *user, const dlm_pass *p) {
     dlm_step step;
     if (dlm_session_step(f->re_entered, &step) != DLM_INVALID_ARGUMENT) ++f->broken_promises;
   }
-  for (int32_t i = 0; i < p->rows; ++i) {
+  for (int32_t i = 0; i < p->batch * p->rows; ++i) {
     const int64_t row = p->score_rows[i];
     if (row < 0 || row >= p->tokens) continue; /* counted above */
     const int64_t position = p->position_ids[row];
     /* A shifted denoiser's row 0 stands for position 0 as well as for 1; which one does not matter here. */
-    const int64_t predicted = position + (f->shift == 1 && !(position == 0 && p->input_ids[row] == MASK) ? 1 : 0);
-    const int is_bad_row = is_bad && i == p->rows - 1;
+    const int is_first = position == 0 && p->input_ids[i / p->rows * p->tokens + row] == MASK;
+    const int64_t predicted = position + (f->shift == 1 && !is_first ? 1 : 0);
+    const int is_bad_row = is_bad && i == p->batch * p->rows - 1;
     p->top_tokens[2 * i] = is_bad_row && f->is_token_bad ? f->bad_token : token_at(f, predicted);
     p->top_tokens[2 * i + 1] = 47;
     p->top_probs[2 * i] = f->top_prob != 0 ? f->top_prob : 0.9f - 0.001f * (float)(predicted % 13);
@@ -480,6 +487,8 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_POLICY(block_length, -1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(block_length, INT32_MAX, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(steps_per_block, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(refresh, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(refresh, 1, DLM_INVALID_ARGUMENT); /* without a cache */
   REFUSE_POLICY(threshold, 1.5, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(threshold, (double)NAN, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(factor, -1.0, DLM_INVALID_ARGUMENT);
@@ -587,7 +596,7 @@ static void test_steps(void) {
 typedef struct {
   int32_t calls, stop_at;
   dlm_session *re_entered; /* the session that is generating, or NULL */
-  dlm_status answers[5];
+  dlm_status answers[6];
 } watcher;
 
 static int32_t watch(void *user, const dlm_step *step) {
@@ -601,12 +610,14 @@ static int32_t watch(void *user, const dlm_step *step) {
     float logits[V];
     size_t length;
     dlm_step other;
+    dlm_request request = {tokens, 0, 8, 0, 0};
     const int32_t row = 0;
     w->answers[0] = dlm_session_step(w->re_entered, &other);
     w->answers[1] = dlm_session_start(w->re_entered, &options, NULL, 0);
     w->answers[2] = dlm_session_logits(w->re_entered, prompt, 1, &row, 1, logits, V);
     w->answers[3] = dlm_session_generate(w->re_entered, &options, tokens, 0, 8, NULL, &length);
-    w->answers[4] = dlm_session_time_passes(w->re_entered, 4, 0, 4, NULL, 0);
+    w->answers[4] = dlm_session_time_passes(w->re_entered, 1, 4, 0, 4, NULL, 0);
+    w->answers[5] = dlm_session_generate_batch(w->re_entered, &options, &request, 1, 1, NULL);
     dlm_session_stats(w->re_entered, &stats); /* only reads */
     CLAIM(stats.nfe == step->nfe);
   }
@@ -640,7 +651,7 @@ static void test_step_callbacks(void) {
   watcher meddler = {0, 0, session, {0}};
   options.user = &meddler;
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
-  for (size_t i = 0; i < 5; ++i) CLAIM(meddler.answers[i] == DLM_INVALID_ARGUMENT);
+  for (size_t i = 0; i < 6; ++i) CLAIM(meddler.answers[i] == DLM_INVALID_ARGUMENT);
   CLAIM(meddler.calls == 8 && length == 11);
   f.re_entered = session;
   is_usable(session, &f, __LINE__);
@@ -709,7 +720,7 @@ static void fill(dlm_session *session, const fake *f, const dlm_generate_options
   const dlm_status status = dlm_session_generate(session, options, tokens, count, LONGEST, &stats, &length);
   if (!has_status(status, DLM_OK, session, line)) return;
   claim(length == expected && stats.nfe == f->passes - before, "the canvas' length, and passes as counted", line);
-  claim(f->broken_promises == 0, "passes are as the header says, and cached rows are those of the last full pass", line);
+  claim(f->broken_promises == 0, "passes are as the header says, and cached rows are those of the last pass that wrote them", line);
   for (size_t i = 0; i < length; ++i) {
     const int is_given = i < count && given[i] != MASK;
     /* Position 0 of a shifted denoiser is predicted by row 0, as position 1 is. */
@@ -740,6 +751,7 @@ static void test_canvases_of_every_kind_are_filled(void) {
           policy.commit = commits[commit];
           policy.score = scores[commit >= 1 && commit <= 3 ? block % 3 : block % 4];
           policy.block_length = blocks[block];
+          policy.refresh = cache > 0 ? variant / 2 * 6 : 0;
           fill(session, &f, &options, prompt, 3, __LINE__);
           fill(session, &f, &options, gaps, 15, __LINE__);
           fill(session, &f, &options, masks, 3, __LINE__);
@@ -789,8 +801,8 @@ static void test_counts(void) {
   options.max_new_tokens = 16;
   policy.cache = "dual";
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
-  /* keys and values of 19 positions, and of the 11 outside the block */
-  CLAIM(length == 19 && stats.nfe == 16 && stats.cache_bytes == 2 * LAYERS * HEADS * HEAD_SIZE * 4 * (19 + 11));
+  /* keys and values of 19 positions, one copy */
+  CLAIM(length == 19 && stats.nfe == 16 && stats.cache_bytes == 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 19);
   options.steps = 6;
   SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
   CLAIM(stats.nfe == 6 && stats.prefill_s > 0 && stats.passes_s > 0 && f.broken_promises == 0);
@@ -811,8 +823,8 @@ static void test_counts(void) {
   dlm_bundle_destroy(bundle);
 }
 
-static int last_was(const fake *f, int32_t tokens, int32_t cached, int32_t rows) {
-  return f->last[0] == tokens && f->last[1] == cached && f->last[2] == rows;
+static int last_was(const fake *f, int32_t batch, int32_t tokens, int32_t cached, int32_t rows) {
+  return f->last[0] == batch && f->last[1] == tokens && f->last[2] == cached && f->last[3] == rows;
 }
 
 static void test_timed_passes_are_those_that_were_asked_for(void) {
@@ -820,8 +832,8 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   dlm_bundle *bundle = open_fake(&f);
   dlm_session *session = open_session(bundle);
   double seconds[3] = {-1, -1, -1};
-#define REFUSE(...) SESSION_STATUS(dlm_session_time_passes(session, __VA_ARGS__), DLM_INVALID_ARGUMENT)
-  CLAIM(dlm_session_time_passes(NULL, 1, 0, 1, seconds, 1) == DLM_INVALID_ARGUMENT);
+#define REFUSE(...) SESSION_STATUS(dlm_session_time_passes(session, 1, __VA_ARGS__), DLM_INVALID_ARGUMENT)
+  CLAIM(dlm_session_time_passes(NULL, 1, 1, 0, 1, seconds, 1) == DLM_INVALID_ARGUMENT);
   REFUSE(0, 0, 1, seconds, 1);
   REFUSE(-1, 0, 1, seconds, 1);
   REFUSE(4, -1, 4, seconds, 1);
@@ -833,21 +845,26 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   REFUSE(4, 0, 4, NULL, 1);
 #undef REFUSE
   CLAIM(f.passes == 0 && seconds[0] == -1);
-  SESSION_STATUS(dlm_session_time_passes(session, 4, 0, 3, seconds, 2), DLM_OK);
-  CLAIM(f.passes == 2 && last_was(&f, 4, 0, 3) && seconds[0] > 0 && seconds[1] > 0 && seconds[2] == -1);
-  SESSION_STATUS(dlm_session_time_passes(session, 4, LONGEST - 4, 4, seconds, 3), DLM_OK);
-  CLAIM(f.passes == 6 && last_was(&f, 4, LONGEST - 4, 4) && seconds[2] > 0); /* and one that fills the cache */
-  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, NULL, 0), DLM_OK);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 0, 3, seconds, 2), DLM_OK);
+  CLAIM(f.passes == 2 && last_was(&f, 1, 4, 0, 3) && seconds[0] > 0 && seconds[1] > 0 && seconds[2] == -1);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, LONGEST - 4, 4, seconds, 3), DLM_OK);
+  CLAIM(f.passes == 6 && last_was(&f, 1, 4, LONGEST - 4, 4) && seconds[2] > 0); /* and one that fills the cache */
+  for (int32_t batch = -1; batch < 1; ++batch)
+    SESSION_STATUS(dlm_session_time_passes(session, batch, 4, 0, 4, seconds, 1), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_time_passes(session, INT32_MAX, 4, 0, 4, seconds, 1), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, NULL, 0), DLM_OK);
   CLAIM(f.passes == 6 && f.broken_promises == 0); /* only checked */
+  SESSION_STATUS(dlm_session_time_passes(session, MOST, 4, 4, 2, seconds, 1), DLM_OK);
+  CLAIM(f.passes == 8 && last_was(&f, MOST, 4, 4, 2) && f.batches[MOST] == 2 && f.broken_promises == 0);
   dlm_policy policy;
   const dlm_generate_options options = options_of(&policy, 8);
   dlm_step step;
   SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
-  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, seconds, 1), DLM_OK);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* timing dropped the request */
   f.bad_at = f.passes + 1;
   f.bad_status = DLM_ENGINE_FAILED;
-  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, seconds, 1), DLM_ENGINE_FAILED);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_ENGINE_FAILED);
   is_usable(session, &f, __LINE__);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -856,8 +873,186 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   bundle = NULL;
   STATUS(dlm_bundle_from_callback(&plain, run, &f, NULL, 0, &bundle), DLM_OK);
   session = open_session(bundle);
-  SESSION_STATUS(dlm_session_time_passes(session, 4, 4, 1, seconds, 1), DLM_UNSUPPORTED);
-  SESSION_STATUS(dlm_session_time_passes(session, 4, 0, 1, seconds, 1), DLM_OK);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_UNSUPPORTED);
+  SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 0, 1, seconds, 1), DLM_OK);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+/* ---- Batches ---- */
+
+/* Requests of one canvas length whose blocks of eight hold the same, more or fewer masks; canvases[i] is what i is given. */
+typedef struct {
+  int32_t canvases[MOST][LONGEST];
+  dlm_request requests[MOST];
+} several;
+
+static void prepare(several *s, size_t given) {
+  memset(s, 0, sizeof *s);
+  for (int32_t i = 0; i < MOST; ++i) {
+    for (int32_t at = 0; at < LONGEST; ++at) s->canvases[i][at] = at < 3 ? i : i > 0 && at > 3 && at % (i + 2) == 0 ? 7 : MASK;
+    s->requests[i].tokens = s->canvases[i];
+    s->requests[i].count = given;
+    s->requests[i].capacity = LONGEST;
+    s->requests[i].length = 99;
+    s->requests[i].nfe = 99;
+  }
+}
+
+/* Refused, with everything left as it was, and a sentence that holds `says`. */
+static void refuse_batch(dlm_session *session, const fake *f, const dlm_generate_options *options, several *s, size_t count,
+                         int32_t max_batch, dlm_status wanted, const char *says, int line) {
+  int32_t before[MOST][LONGEST];
+  dlm_stats stats;
+  memset(&stats, 0x55, sizeof stats);
+  memcpy(before, s->canvases, sizeof before);
+  has_status(dlm_session_generate_batch(session, options, s->requests, count, max_batch, &stats), wanted, session, line);
+  claim(strstr(dlm_session_last_error(session), says) != NULL, says, line);
+  claim(memcmp(before, s->canvases, sizeof before) == 0, "tokens are untouched", line);
+  for (size_t i = 0; i < count; ++i) claim(s->requests[i].length == 0 && s->requests[i].nfe == 0, "0 on failure", line);
+  claim(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0, "stats are 0 on failure", line);
+  dlm_step step;
+  has_status(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT, session, line);
+  is_usable(session, f, line);
+}
+
+static void test_wrong_batches_are_refused_by_number(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  const dlm_generate_options good = options_of(&policy, 0);
+  several s;
+  prepare(&s, 40);
+  CLAIM(dlm_session_generate_batch(NULL, &good, s.requests, 1, 1, NULL) == DLM_INVALID_ARGUMENT && s.requests[0].length == 0);
+  SESSION_STATUS(dlm_session_generate_batch(session, &good, NULL, 1, 1, NULL), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_generate_batch(session, &good, NULL, 0, 1, NULL), DLM_OK); /* nothing is asked for */
+  SESSION_STATUS(dlm_session_generate_batch(session, NULL, s.requests, 1, 1, NULL), DLM_INVALID_ARGUMENT);
+#define REFUSE(options, says) refuse_batch(session, &f, options, &s, MOST, 2, DLM_INVALID_ARGUMENT, says, __LINE__)
+  refuse_batch(session, &f, &good, &s, MOST, 0, DLM_INVALID_ARGUMENT, "max_batch = 0", __LINE__);
+  refuse_batch(session, &f, &good, &s, MOST, INT32_MIN, DLM_INVALID_ARGUMENT, "max_batch", __LINE__);
+  refuse_batch(session, &f, &good, &s, MOST, 4097, DLM_INVALID_ARGUMENT, "1..4096", __LINE__);
+  dlm_generate_options bad = good;
+  bad.on_step = watch;
+  REFUSE(&bad, "on_step must be NULL");
+  bad = good;
+  bad.max_new_tokens = 50;
+  REFUSE(&bad, "request 0: a canvas of 90 tokens");
+  bad = good;
+  bad.steps = 1;
+  REFUSE(&bad, "request 0: steps = 1");
+  s.requests[3].tokens = NULL;
+  REFUSE(&good, "request 3: tokens is NULL");
+  prepare(&s, 40);
+  s.requests[2].count = 0;
+  REFUSE(&good, "request 2: the canvas is empty");
+  prepare(&s, 40);
+  s.requests[4].capacity = 39;
+  REFUSE(&good, "request 4: capacity = 39");
+  prepare(&s, 40);
+  s.canvases[1][5] = V;
+  REFUSE(&good, "request 1: token id 50 at position 5");
+#undef REFUSE
+  /* Passes that fail: the last request of the second batch of two, and its last row. */
+  const int32_t tokens[] = {-1, V, MASK};
+  for (size_t i = 0; i < 4; ++i) {
+    int32_t per_batch = 0;
+    prepare(&s, 40);
+    if (SESSION_STATUS(dlm_session_generate_batch(session, &good, s.requests, 2, 2, NULL), DLM_OK))
+      per_batch = s.requests[0].nfe; /* the slowest: it has no given token in between */
+    prepare(&s, 40);
+    memcpy(s.canvases[2], s.canvases[0], sizeof s.canvases[0]);
+    memcpy(s.canvases[3], s.canvases[0], sizeof s.canvases[0]);
+    f.bad_at = f.passes + per_batch + 1;
+    f.bad_status = i == 3 ? DLM_OUT_OF_MEMORY : DLM_OK;
+    f.is_token_bad = i < 3;
+    f.bad_token = tokens[i % 3];
+    refuse_batch(session, &f, &good, &s, 4, 2, i == 3 ? DLM_OUT_OF_MEMORY : DLM_ENGINE_FAILED,
+                 i == 3 ? "OUT_OF_MEMORY" : "request 3: the denoiser predicted token", __LINE__);
+    f.bad_at = -1;
+    f.bad_status = DLM_OK;
+    f.is_token_bad = 0;
+  }
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
+/* Every request of a batch becomes what it becomes alone, in as many passes; the fake looks at every row of the cache. */
+static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
+  static const char *const caches[] = {"none", "prefix", "dual"};
+  static const char *const commits[] = {"static", "factor", "timestep"};
+  for (int32_t variant = 0; variant < 2 * 3 * 3 * 3 * 2; ++variant) {
+    fake f = make_fake();
+    f.shift = variant % 2;
+    f.eos_at = variant / 54 == 1 ? 12 : NOWHERE; /* given, and so of no effect, in some of the requests */
+    dlm_bundle *bundle = open_fake(&f);
+    dlm_session *session = open_session(bundle);
+    dlm_policy policy;
+    const dlm_generate_options options = options_of(&policy, 5);
+    several s;
+    int32_t alone[MOST][LONGEST];
+    dlm_stats stats, single;
+    policy.cache = caches[variant / 2 % 3];
+    policy.commit = commits[variant / 6 % 3];
+    policy.refresh = variant / 2 % 3 == 0 ? 0 : variant / 18 % 3 * 8;
+    policy.factor = 0.2;
+    policy.score = "random";
+    prepare(&s, 40);
+    memcpy(alone, s.canvases, sizeof alone);
+    int32_t nfe[MOST], most = 0;
+    for (int32_t i = 0; i < MOST; ++i) {
+      size_t length = 0;
+      SESSION_STATUS(dlm_session_generate(session, &options, alone[i], 40, LONGEST, &single, &length), DLM_OK);
+      nfe[i] = single.nfe;
+      most = nfe[i] > most ? nfe[i] : most;
+    }
+    memset(f.batches, 0, sizeof f.batches);
+    f.passes = 0;
+    if (SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, MOST, MOST, &stats), DLM_OK)) {
+      for (int32_t i = 0; i < MOST; ++i) {
+        CLAIM(s.requests[i].length == 45 && s.requests[i].nfe == nfe[i]);
+        CLAIM(memcmp(s.canvases[i], alone[i], 45 * sizeof(int32_t)) == 0);
+      }
+      CLAIM(stats.nfe == f.passes && f.batches[MOST] > 0 && f.passes >= most && f.passes < nfe[0] + nfe[1]);
+      if (variant / 2 % 3 == 0) CLAIM(f.passes == most); /* without a cache none waits */
+      if (variant / 2 % 3 > 0) CLAIM(stats.cache_bytes == MOST * single.cache_bytes);
+    }
+    CLAIM(f.broken_promises == 0);
+    is_usable(session, &f, __LINE__);
+    dlm_session_destroy(session);
+    dlm_bundle_destroy(bundle);
+  }
+}
+
+static void test_requests_are_together_where_they_fit(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 8);
+  several s;
+  dlm_stats stats;
+  policy.cache = "dual";
+  prepare(&s, 3);
+  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, MOST, 2, &stats), DLM_OK);
+  CLAIM(f.batches[2] == 16 && f.batches[1] == 8 && stats.nfe == 24); /* two, two, and one left over */
+  memset(f.batches, 0, sizeof f.batches);
+  prepare(&s, 3);
+  s.requests[1].count = s.requests[3].count = 2; /* shorter canvases are together as well */
+  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, MOST, 8, &stats), DLM_OK);
+  CLAIM(f.batches[3] == 8 && f.batches[2] == 8 && stats.nfe == 16);
+  CLAIM(s.requests[0].length == 11 && s.requests[1].length == 10);
+  memset(f.batches, 0, sizeof f.batches);
+  prepare(&s, 19);
+  for (int32_t at = 3; at < 11; ++at) s.canvases[2][at] = 5; /* its first block is another one's second */
+  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, 3, 8, NULL), DLM_OK);
+  CLAIM(f.batches[2] > 0 && f.batches[1] > 0 && f.batches[3] == 0 && f.broken_promises == 0);
+  memset(f.batches, 0, sizeof f.batches);
+  policy.cache = "none"; /* then nothing has to be moved for all alike */
+  prepare(&s, 19);
+  for (int32_t at = 3; at < 11; ++at) s.canvases[2][at] = 5;
+  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, 3, 8, NULL), DLM_OK);
+  CLAIM(f.batches[3] > 0 && f.batches[1] > 0);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
 }
@@ -941,6 +1136,9 @@ int main(int argc, char **argv) {
   test_a_new_session_takes_a_canvas_of_masks_alone();
   test_counts();
   test_timed_passes_are_those_that_were_asked_for();
+  test_wrong_batches_are_refused_by_number();
+  test_batches_of_every_kind_give_what_one_by_one_gives();
+  test_requests_are_together_where_they_fit();
   test_threads(argv[1]);
   printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;

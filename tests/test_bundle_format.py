@@ -222,6 +222,8 @@ def policies(draw: st.DrawFn) -> Policy:
     fields = {name: draw(value(rule)) for name, rule in properties.items()}
     if fields["commit"] in ("threshold", "dynamic", "factor") and fields["score"] == "entropy":
         fields["score"] = "margin"
+    if fields["cache"] == "none":
+        fields["refresh"] = 0
     return Policy(**fields)
 
 

@@ -48,6 +48,7 @@ def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> No
             ("llada", {}),
             ("fast-dllm", {}),
             ("fast-dllm", {"cache": "prefix", "block_length": 16}),
+            ("fast-dllm", {"block_length": 8, "refresh": 8}),
             ("fast-dllm", {"cache": "none", "commit": "factor"}),
             ("dream", {}),
             ("dream", {"score": "margin"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ policies = st.builds(
     stop=st.sampled_from(("eos", "none")),
     block_length=st.integers(0, 40),
     steps_per_block=st.integers(0, 40),
+    refresh=st.integers(0, 50),
     threshold=st.floats(0, 1),
     factor=st.floats(0, 4),
     entropy_bound=st.floats(0, 4),
     seed=st.integers(0, 2**64 - 1),
-)
+).map(lambda policy: replace(policy, refresh=0) if policy.cache == "none" else policy)
 
 
 @st.composite
@@ -84,6 +86,26 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
     assert event.done
     assert event.result is not None
     assert before == denoiser.bundle.generate(**request, **policy.as_dict()).tokens
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Any]:
+    """Requests of a few lengths, some with masks among what is given, so that some fit together and some do not."""
+    lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    token = st.one_of(st.integers(0, 38), st.just(39))
+    tokens = [draw(st.lists(token, min_size=6 + length // 3, max_size=6 + length // 3)) for length in lengths]
+    return {"tokens": tokens, "max_new_tokens": draw(st.integers(0, 40)), "max_batch": draw(st.integers(1, 7))}
+
+
+@settings(max_examples=200, deadline=None)
+@given(policy=policies, requests=batches(), shift=st.integers(0, 1))
+def test_a_batch_gives_each_request_what_it_gets_alone(policy: Policy, requests: dict[str, Any], shift: int) -> None:
+    """The end token is common, so that requests end at different times and leave their batch."""
+    denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40)
+    new, fields = requests["max_new_tokens"], policy.as_dict()
+    together = denoiser.bundle.generate_batch(**requests, **fields)
+    alone = [denoiser.bundle.generate(tokens=tokens, max_new_tokens=new, **fields) for tokens in requests["tokens"]]
+    assert [(out.tokens, out.nfe) for out in together] == [(out.tokens, out.nfe) for out in alone]
 
 
 def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
@@ -189,20 +211,96 @@ def test_steps_are_split_evenly_over_the_blocks() -> None:
     assert blocks == [(1, 17)] * 3 + [(17, 33)] * 3 + [(33, 41)] * 2
 
 
-def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block() -> None:
+@pytest.mark.parametrize(("refresh", "opening"), [(0, (0, 10)), (2, (2, 10))])
+def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(refresh: int, opening: tuple[int, int]) -> None:
     spans: list[tuple[int, int]] = []
 
     def run(p: CallbackPass) -> None:
         spans.append((int(p.position_ids[0]), int(p.position_ids[-1]) + 1))
         assert (p.score_rows >= 0).all()
         p.top_tokens[:] = [3, 1]
-        p.top_probs[:] = [0.5, 0.1]
+        p.top_probs[:] = np.linspace(0.5, 0.6, len(p.score_rows))[:, None]
 
     info = DenoiserInfo(8, 7, 64, shift=1, has_cache=True)
     with dlm_runtime.from_callback(info, run) as bundle:
-        events = list(bundle.stream(tokens=[1, 1], max_new_tokens=8, block_length=4, cache="dual"))
-    assert spans == [(0, 10), (2, 6), (2, 6), (2, 6), (0, 10), (6, 10), (6, 10), (6, 10)]
-    assert events[0].canvas[2] == 3  # the first position of a block commits in the full pass
+        events = list(bundle.stream(tokens=[1, 1], max_new_tokens=8, block_length=4, cache="dual", refresh=refresh))
+    assert spans == [(0, 10), (2, 6), (2, 6), (2, 6), opening, (6, 10), (6, 10), (6, 10)]
+    # The first position of a block commits in its opening pass, the least sure as it may be.
+    assert (events[0].canvas[2], events[0].canvas[3:]) == (3, [7] * 7)
+    assert (events[4].canvas[6], events[4].canvas[7:]) == (3, [7] * 3)
+
+
+def spans_of(tokens: list[int], new: int, shift: int = 0, **fields: Any) -> list[tuple[int, int]]:
+    """The positions of each pass, where every pass commits one token and the mask token is 7."""
+    spans: list[tuple[int, int]] = []
+
+    def run(p: CallbackPass) -> None:
+        spans.append((int(p.position_ids[0]), int(p.position_ids[-1]) + 1))
+        assert (p.score_rows >= 0).all()
+        assert (p.score_rows < len(p.input_ids)).all()
+        p.top_tokens[:] = [3, 1]
+        p.top_probs[:] = [0.5, 0.1]
+
+    with dlm_runtime.from_callback(DenoiserInfo(8, 7, 64, shift=shift, has_cache=True), run) as bundle:
+        bundle.generate(tokens=tokens, max_new_tokens=new, **fields)
+    return spans
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("refresh", "reached"),
+    [(0, [(0, 13), (0, 13), (0, 13)]), (1, [(0, 13), (2, 10), (6, 13)]), (6, [(0, 13), (0, 10), (4, 13)])],
+)
+def test_refresh_starts_later_blocks_with_the_block_before_at_least(
+    refresh: int, reached: list[tuple[int, int]], shift: int
+) -> None:
+    spans = spans_of([1, 1], 11, shift, block_length=4, cache="dual", refresh=refresh)
+    assert spans == [reached[0], *[(2, 6)] * 3, reached[1], *[(6, 10)] * 3, reached[2], *[(10, 13)] * 2]
+    spans = spans_of([1, 1], 11, shift, block_length=4, cache="prefix", refresh=refresh)
+    starts = [first for first, _ in reached]
+    assert spans == [(at, 13) for at in (starts[0], 2, 2, 2, starts[1], 6, 6, 6, starts[2], 10, 10)]
+
+
+def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
+    tokens = [1, 7, 7, 1, 1, 1, 1, 7]  # blocks of two from 1: the second and the third are given
+    assert spans_of(tokens, 0, block_length=2, cache="dual", refresh=1) == [(0, 8), (1, 3), (1, 8)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(policy=policies.filter(lambda policy: policy.cache != "none"), request=requests())
+def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
+    policy: Policy, request: dict[str, Any]
+) -> None:
+    """Keys hold their position, values the token that was there, each with its layer and head: none may be missing, twice,
+    or of a mask token that has been replaced since."""
+    mask, seen = 39, []
+
+    def run(p: CallbackPass) -> None:
+        canvas = dict(zip(p.position_ids.tolist(), p.input_ids.tolist(), strict=True))
+        rows = [(layer, head) for layer in range(2) for head in range(3)]
+        for layer, head in rows if p.past else []:
+            keys, values = p.past[layer][0][head], p.past[layer][1][head]
+            assert (keys[:, 1] == 10 * layer + head).all()
+            assert (values[:, 1] == 100 + 10 * layer + head).all()
+            cached = dict(zip(keys[:, 0].astype(int).tolist(), values[:, 0].astype(int).tolist(), strict=True))
+            assert len(cached) == len(keys)
+            assert not cached.keys() & set(p.position_ids.tolist())
+            if (layer, head) == (0, 0):
+                canvas |= cached
+            assert all(canvas[position] == token for position, token in cached.items())
+        seen.append([canvas[position] for position in range(len(canvas))])
+        for layer, head in rows if p.present else []:
+            p.present[layer][0][head, :, 0], p.present[layer][0][head, :, 1] = p.position_ids, 10 * layer + head
+            p.present[layer][1][head, :, 0], p.present[layer][1][head, :, 1] = p.input_ids, 100 + 10 * layer + head
+        p.top_tokens[:] = np.stack((p.score_rows % 30, p.score_rows % 30 + 1), 1)
+        p.top_probs[:] = [0.5, 0.1]
+
+    info = DenoiserInfo(40, mask, 512, layers=2, kv_heads=3, head_size=2, has_cache=True)
+    before = request["tokens"] + [mask] * request["max_new_tokens"]
+    with dlm_runtime.from_callback(info, run) as bundle:
+        for event in bundle.stream(**request, **policy.as_dict()) if mask in before else []:
+            assert seen[-1] == before
+            before = event.canvas
 
 
 def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> None:
@@ -246,6 +344,8 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ({"threshold": 1.5}, "outside 0..1"),
         ({"threshold": float("nan")}, "outside 0..1"),
         ({"block_length": -1}, "outside 0"),
+        ({"refresh": -1, "cache": "dual"}, "refresh = -1 is outside 0"),
+        ({"refresh": 32}, 'refresh = 32, but cache = "none" keeps no rows to refresh: use cache = "prefix" or "dual"'),
         ({"temperature": 0.2}, "temperature 0 only"),
         ({"commit": "threshold", "score": "entropy"}, "entropies are not"),
         ({"steps": 1}, "fewer than the 2 blocks"),

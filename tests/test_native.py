@@ -34,6 +34,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_pass": _native.Pass,
     "dlm_policy": _native.Policy,
     "dlm_open_options": _native.OpenOptions,
+    "dlm_request": _native.Request,
     "dlm_step": _native.Step,
     "dlm_generate_options": _native.GenerateOptions,
     "dlm_stats": _native.Stats,

@@ -169,11 +169,17 @@ def drive(sanitized: Path) -> Drive:  # noqa: F811
         {"score": "entropy", "commit": "entropy_bound", "given": 1, "new": 3},
         {"given": 40, "new": 24, "block": 24},
         {"given": 1, "new": 1},
+        {"refresh": 1},
+        {"refresh": 9, "given": 3, "new": 29, "block": 7},
+        {"refresh": 8, "infill": 1, "given": 17},
+        {"refresh": 4, "commit": "threshold", "new": 20, "block": 4},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )
 def test_canvases_are_those_of_the_callback_engine(bundle: Path, drive: Drive, cache: str, options: dict[str, Any]) -> None:
     given, new = options.get("given", 5), options.get("new", 24)
+    if cache == "none":
+        options = {key: value for key, value in options.items() if key != "refresh"}
     if cache == "prefix" and given + new > BLOCK:
         options = options | {"given": min(given, 8), "new": 24}  # or the first cached pass would be longer than a block
     told = drive(bundle, cache=cache, rounds=3, **options)
@@ -225,6 +231,11 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(bundle: Path, 
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
     # Three blocks; the last one has no rows behind it.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * LAYERS
+    assert told.counts[0]["cache_bytes"] == 2 * LAYERS * HEADS * HEAD_SIZE * 2 * (29 + 21)
+    # A refresh: past goes aside and comes back without some rows, and with those of the pass in between.
+    told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
+    first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
+    assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * LAYERS
     assert drive(bundle, cache="none").counts[0].get("cuMemcpy2DAsync", 0) == 0
 
 
@@ -340,6 +351,10 @@ def test_an_engine_without_entropy_refuses_policies_that_ask_for_it(tmp_path: Pa
         ({"given": 40, "new": 25}, "needs a pass of 65 tokens over 0 cached ones that scores 8 rows"),
         ({"given": 5, "new": 40, "block": 40}, "needs a pass of 45 tokens over 0 cached ones that scores 40 rows"),
         ({"cache": "prefix", "given": 5, "new": 40}, "needs a pass of 40 tokens over 5 cached ones that scores 7 rows"),
+        (
+            {"cache": "dual", "refresh": 25, "given": 30, "new": 24},
+            "needs a pass of 33 tokens over 21 cached ones that scores 8 rows",
+        ),
         ({"logits": 3, "given": 65}, "a pass over the whole canvas has 65 tokens"),
     ],
 )
@@ -352,8 +367,18 @@ def test_a_request_that_cannot_fit_is_refused_before_any_pass(
     assert sentence in message
     assert "passes of 1..64 tokens that score up to 32 rows, and passes of 1..32 tokens over 0..64 cached ones" in message
     assert "--canvas" in message
-    if "cache" in options:
+    if options.get("cache") == "prefix":
         assert 'choose cache = "dual"' in message
+    assert ("choose a smaller refresh or block_length, or refresh = 0" in message) == ("refresh" in options)
+    assert told.counts[0].get("enqueueV3", 0) == 0
+
+
+def test_requests_of_a_batch_run_one_by_one_or_are_refused(bundle: Path, drive: Drive) -> None:
+    assert drive(bundle, cache="dual", batch=3, max_batch=1).all_same()
+    told = drive(bundle, cache="dual", batch=3, max_batch=2)
+    ((status, message),) = told.rounds
+    assert status == "UNSUPPORTED"
+    assert "a pass of 2 requests, but the engine takes 1 at a time: give max_batch = 1" in message
     assert told.counts[0].get("enqueueV3", 0) == 0
 
 

@@ -38,6 +38,7 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # multiplies its tensor scale by group scales down to 2**-9, and the product has to stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)  # four bits of a subnormal: a coarser scale would be off by more than a code
+_SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 _BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
 
@@ -205,8 +206,8 @@ def group_amax(w: np.ndarray, group_size: int) -> np.ndarray:
 def quantise_activation(x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.ndarray:
     """``x`` (fp32, any shape) quantised and dequantised again: what the layer behind it sees.
 
-    int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None the range is the tensor's own (ONNX
-    DynamicQuantizeLinear: uint8 with a zero point). fp8: scale ``amax / 448`` a tensor. nvfp4: global scale
+    int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None each row of the last axis has its own range and
+    codes -127..127. fp8: scale ``amax / 448`` a tensor. nvfp4: global scale
     ``amax / (6 * 448)``, groups of 16 along the last axis scaled as they come. Values beyond amax saturate.
     Raises QuantisationError for other formats, a missing or unusable amax, a last axis that nvfp4 cannot group, and values
     that are not finite.
@@ -223,7 +224,7 @@ def quantise_activation(x: np.ndarray, format: str, amax: float | None, scale_dt
     flat = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     _check_finite(flat)
     if format == "int8" and amax is None:
-        return _quantise_dynamic_uint8(x)
+        return _quantise_rows(x)
     scale = activation_scale(format, amax, scale_dtype)
     out = np.empty_like(flat)
     for start, stop in _row_blocks(flat.shape[0], flat.shape[1], 1):
@@ -324,17 +325,11 @@ def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None, scale_dtype:
     )
 
 
-def _quantise_dynamic_uint8(x: np.ndarray) -> np.ndarray:
-    """ONNX DynamicQuantizeLinear and its inverse: one scale and zero point for the tensor, zero exactly representable."""
-    low, high = min(np.float32(0), x.min()), max(np.float32(0), x.max())
-    with np.errstate(over="ignore"):
-        scale = (high - low) / np.float32(255)
-    if not np.isfinite(scale):
-        scale = high / np.float32(255) - low / np.float32(255)
-    scale = scale if scale >= _SMALLEST_SCALE else np.float32(1)
-    zero_point = np.clip(np.rint(-low / scale), 0, 255).astype(np.float32)
-    codes = np.clip(np.rint(x / scale) + zero_point, 0, 255)
-    fake: np.ndarray = (codes - zero_point) * scale
+def _quantise_rows(x: np.ndarray) -> np.ndarray:
+    """Each row of the last axis by its own range, symmetric around zero; ``dlm_export.functions`` has it in ONNX."""
+    amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), _SMALLEST_ROW)
+    codes = np.rint(x * (np.float32(127) / amax))
+    fake: np.ndarray = codes * (amax / np.float32(127))
     return fake
 
 

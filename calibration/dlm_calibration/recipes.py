@@ -149,8 +149,7 @@ _MIXED = {"blocks.*.mlp.*": "nvfp4", "blocks.*.attention.*": "fp8"}
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        _recipe("int8", "INT8 weights per channel, activations a pass", {"blocks.*": "int8-dynamic"}),
-        _recipe("int8-all", "INT8 weights per channel, activations a pass, the head too", {"*": "int8-dynamic"}),
+        _recipe("int8", "INT8 weights per channel, activations per row in each pass", {"*": "int8-dynamic"}),
         _recipe("int8-static", "INT8 weights per channel, calibrated activations", {"blocks.*": "int8-static"}),
         _recipe("int8-weight", "INT8 weights per channel, GPTQ", {"blocks.*": "int8-weight"}, solver="gptq"),
         _recipe("int4", "INT4 weights in groups of 32, GPTQ", {"blocks.*": "int4-g32"}, solver="gptq"),

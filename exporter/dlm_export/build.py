@@ -18,7 +18,21 @@ import dlm_runtime
 from dlm_calibration.formats import QuantisedWeight
 from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_calibration.states import MASK_RATIOS, State
-from dlm_export import accuracy, auto, calibrate, engines, families, graph, modelopt, quantise, samples, targets, verify
+from dlm_export import (
+    accuracy,
+    auto,
+    calibrate,
+    engines,
+    families,
+    functions,
+    fuse,
+    graph,
+    modelopt,
+    quantise,
+    samples,
+    targets,
+    verify,
+)
 from dlm_export import bundle as bundle_files
 from dlm_export.accuracy import ACCURACY_FILE, REPORT_FILE
 from dlm_export.checkpoint import CheckpointError
@@ -238,6 +252,8 @@ class _Build:
                     )
             if self.base == "bf16":
                 graph.compute_in_fp32(traced)
+            if not (self.on_gpu or self.is_plain):
+                fuse.fuse(traced)
             with self.stage("write weights", graph.data_bytes(c, self.base)):
                 graph.write(traced, self.reader(traced, done), folder, self.progress.advance, device)
             del traced, device
@@ -573,6 +589,10 @@ def _check_memory(parameters: int) -> None:
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray:
     """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
+    if part.part == "panels":
+        return functions.panels(weight.codes)
+    if part.part == "panel_scales":
+        return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
     if part.layer == "embed":
         array = array.T if part.part == "codes" else array[:, None]

@@ -5,7 +5,8 @@ declared here with shape and type only; ``graph.write`` asks for them one at a t
 over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser.
 
 ==============  ========================================================================================================
-int8-dynamic    DynamicQuantizeLinear, MatMulInteger, one scale a column: integer arithmetic, on a CPU only
+int8-dynamic    ``dlm_export::Int8Linear``: one scale a column and, in each pass, one a row of the input: integer arithmetic, on
+                a CPU only
 int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
                 around 128, TensorRT's int8 around 0: the same values
 int8-weight     DequantizeLinear on the weight; activations stay
@@ -34,12 +35,11 @@ import onnx_ir as ir
 from dlm_calibration.formats import E2M1_VALUES, activation_scale
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
+from dlm_export import functions
 from dlm_export.denoiser import Capabilities
-from dlm_export.graph import LAYER_KEY, OPSET, Graph
+from dlm_export.graph import LAYER_KEY, Graph
 from dlm_runtime.errors import DlmError
 
-DOMAIN = "dlm_export"
-NVFP4_FUNCTION = "NVFP4QuantizeDequantize"
 TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
 
@@ -52,7 +52,10 @@ class QuantiseError(DlmError):
 
 @dataclass(frozen=True)
 class Part:
-    """What an initialiser of a quantised graph holds: ``codes``, ``scales`` or ``global_scale`` of a layer's weight."""
+    """What an initialiser of a quantised graph holds of a layer's weight.
+
+    ``codes``, ``scales``, ``global_scale``, or ``panels`` and ``panel_scales``: codes and scales as ``functions`` has them.
+    """
 
     layer: str
     part: str
@@ -82,6 +85,11 @@ def check(layers: Mapping[str, tuple[int, int]], formats: Mapping[str, str], *, 
             raise QuantiseError(
                 f"{layer}: {name} has groups of {size}, and {inputs} inputs are no multiple, as TensorRT wants it. "
                 "Choose smaller groups (int4 has 64), or give the layer another format in a recipe."
+            )
+        if FORMATS[name].weights == "int8" and FORMATS[name].activations and not FORMATS[name].is_static and inputs % 4:
+            raise QuantiseError(
+                f"{layer}: {name} multiplies four inputs at a time, and {inputs} are no multiple. "
+                "Give it another format in a recipe."
             )
         if FORMATS[name].weights == "nvfp4" and inputs % 16:
             raise QuantiseError(
@@ -151,7 +159,7 @@ class _Writer:
         self.graph.insert_before(before, made)
         if op_type == "Cast":
             made.outputs[0].type = ir.TensorType(attributes["to"])
-        elif op_type not in ("DynamicQuantizeLinear", "MatMulInteger", "TRT_FP4DynamicQuantize"):
+        elif op_type != "TRT_FP4DynamicQuantize":
             of = inputs[{"QuantizeLinear": 2, "DequantizeLinear": 1}.get(op_type, 0)]
             assert of is not None
             made.outputs[0].type = of.type  # ``graph.compute_in_fp32`` goes by it
@@ -193,20 +201,12 @@ class _Writer:
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
     def int8_dynamic(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
-        key = (id(x), "int8-dynamic", None)
-        if key not in self._inputs:
-            self._inputs[key] = self.node(node, layer, "DynamicQuantizeLinear", [x], {}, outputs=3)
-        codes, scale, zero = self._inputs[key]
-        weight = self.weight(layer, "codes", (K, N), ir.DataType.INT8)
-        scales = self.weight(layer, "scales", (N,), ir.DataType.FLOAT)
-        product = self.nodes(
-            node,
-            layer,
-            ("MatMulInteger", [codes, weight, zero], {}),
-            ("Cast", [None], {"to": ir.DataType.FLOAT}),
-        )
-        both = self.nodes(node, layer, ("Mul", [scale, scales], {}))
-        result = self.nodes(node, layer, ("Mul", [product, both], {}))
+        functions.declare(self.model, "Int8Linear")
+        width = functions.padded(N)
+        shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
+        panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
+        scales = self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
+        result = self.nodes(node, layer, (f"{functions.DOMAIN}::Int8Linear", [x, panels, scales], {"columns": [N]}))
         old = node.outputs[0]
         name, result.shape, result.type = old.name, old.shape, old.type
         old.replace_all_uses_with(result, replace_graph_outputs=True)
@@ -223,10 +223,10 @@ class _Writer:
     def _activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
         scale_value = activation_scale(number_format, amax, self.dtype.numpy())
         if number_format == "nvfp4" and not self.for_tensorrt:
-            self._declare_function()
+            functions.declare(self.model, "NVFP4QuantizeDequantize")
             scale = self.constant(f"{layer}.input_scale", scale_value)
             wide = self._cast(node, layer, x, ir.DataType.FLOAT)
-            rounded = self.nodes(node, layer, (f"{DOMAIN}::{NVFP4_FUNCTION}", [wide, scale], {}))
+            rounded = self.nodes(node, layer, (f"{functions.DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {}))
             return self._cast(node, layer, rounded, self.dtype)
         scale = self.number(f"{layer}.input_scale", scale_value)
         if number_format == "nvfp4":
@@ -324,45 +324,3 @@ class _Writer:
         first = next(iter(self.graph))
         whole = self.nodes(first, "embed", ("Cast", [codes], {"to": self.dtype}), ("Mul", [None, scales], {}))
         table.replace_all_uses_with(whole)
-
-    def _declare_function(self) -> None:
-        identifier = (DOMAIN, NVFP4_FUNCTION, "")
-        if identifier not in self.model.functions:
-            self.model.functions[identifier] = _nvfp4_function()
-            self.graph.opset_imports[DOMAIN] = 1
-
-
-def _nvfp4_function() -> ir.Function:
-    """``(x [.., K], scale) -> x`` in NVFP4: E2M1 in groups of 16 along K, E4M3 group scales, one fp32 scale.
-
-    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below 4, of 2 above: Round
-    goes to the even multiple, which is the even E2M1 code.
-    """
-    nodes: list[ir.Node] = []
-
-    def op(op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        nodes.append(ir.node(op_type, list(inputs), attributes))
-        return nodes[-1].outputs[0]
-
-    def constant(value: Any) -> ir.Value:
-        return op("Constant", value=ir.tensor(np.asarray(value)))
-
-    x, scale = ir.Value(name="x"), ir.Value(name="scale")
-    f32 = {"to": ir.DataType.FLOAT}
-    groups = op("Reshape", x, constant(np.array([0, 0, -1, 16], np.int64)))
-    amax = op("ReduceMax", op("Abs", groups), constant(np.array([-1], np.int64)), keepdims=1)
-    wanted = op("Div", amax, op("Mul", scale, constant(np.float32(6))))
-    is_zero = op("Equal", wanted, constant(np.float32(0)))
-    wanted = op("Where", is_zero, constant(np.float32(1)), wanted)
-    clipped = op("Clip", wanted, constant(np.float32(2.0**-9)), constant(np.float32(448)))
-    group_scale = op("Mul", op("Cast", op("Cast", clipped, to=F8), **f32), scale)
-    scaled = op("Clip", op("Div", groups, group_scale), constant(np.float32(-6)), constant(np.float32(6)))
-    size = op("Abs", scaled)
-    above = op("Where", op("Less", size, constant(np.float32(4))), constant(np.float32(1)), constant(np.float32(2)))
-    step = op("Where", op("Less", size, constant(np.float32(2))), constant(np.float32(0.5)), above)
-    rounded = op("Mul", op("Round", op("Div", scaled, step)), step)
-    result = op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))
-    result.name = "y"
-    return ir.Function(
-        DOMAIN, NVFP4_FUNCTION, graph=ir.Graph([x, scale], [result], nodes=nodes, opset_imports={"": OPSET}), attributes=[]
-    )

@@ -129,11 +129,19 @@ class _Run:
         self.policy = policy
         self.nfe = 0
         self.cache: Past = []
+        self.before = 0  # start of the block decided before
 
-    def features(self, start: int, end: int, is_full: bool) -> tuple[Tensor, int]:
-        """Final features of the pass that this step makes, and the position of its first row."""
-        length = len(self.canvas)
-        policy_cache = "none" if is_full else self.policy.cache
+    def features(self, start: int, end: int, is_opening: bool) -> tuple[Tensor, int]:
+        """Final features of the pass that this step makes, and the position of its first row.
+
+        A block's opening pass stores its keys and values. It runs the whole canvas, or with ``refresh`` from the second
+        block on the rows from that many tokens before the block, and at least those that have been decided since they
+        were stored.
+        """
+        length, refresh = len(self.canvas), self.policy.refresh
+        policy_cache = "none" if is_opening and not (refresh and self.cache) else self.policy.cache
+        if is_opening and refresh:
+            self.before, start = start, max(0, min(start - refresh, self.before))
         first, last = {"none": (0, length), "prefix": (start, length), "dual": (start, end)}[policy_cache]
         past = None
         if (first, last) != (0, length):
@@ -143,19 +151,20 @@ class _Run:
             ]
         positions = torch.arange(first, last).unsqueeze(0)
         hidden, present = self.denoiser.hidden(self.canvas[first:last].unsqueeze(0), positions, past)
-        if is_full:
-            self.cache = present
+        if is_opening:
+            for kept, new in zip(self.cache, present, strict=False):
+                kept[0][:, :, first:last], kept[1][:, :, first:last] = new
+            self.cache = self.cache or present
         self.nfe += 1
         return hidden[0], first
 
     def step(self, start: int, end: int, step: int, steps: int, planned: int) -> None:
         """One pass over the block ``[start, end)`` and its commit; ``planned`` by the even schedule."""
         c, policy = self.capabilities, self.policy
-        is_full = step == 0 or policy.cache == "none"
-        hidden, first = self.features(start, end, is_full)
+        hidden, first = self.features(start, end, is_opening=step == 0)
         positions = start + (self.canvas[start:end] == c.mask_token_id).nonzero().squeeze(1)
-        # Cached passes over a shifted denoiser lack the row before the block: its first position commits in the full pass.
-        forced = is_full and policy.cache != "none" and c.shift == 1 and int(positions[0]) == start
+        # Later passes over a shifted denoiser lack the row before the block: its first position commits in the opening pass.
+        forced = step == 0 and policy.cache != "none" and c.shift == 1 and int(positions[0]) == start
         rows = (positions - c.shift).clamp(min=0) - first
         logits = self.denoiser.project(hidden[rows]).float()
         logits[:, c.mask_token_id] = -torch.inf

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MESSAGE_BYTES = 2048
 i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_float)
 
@@ -35,6 +35,7 @@ class Denoiser(C.Structure):
 
 class Pass(C.Structure):
     _fields_ = [
+        ("batch", C.c_int32),
         ("tokens", C.c_int32),
         ("cached", C.c_int32),
         ("rows", C.c_int32),
@@ -66,6 +67,7 @@ class Policy(C.Structure):
         ("stop", C.c_char_p),
         ("block_length", C.c_int32),
         ("steps_per_block", C.c_int32),
+        ("refresh", C.c_int32),
         ("threshold", C.c_double),
         ("factor", C.c_double),
         ("entropy_bound", C.c_double),
@@ -126,6 +128,16 @@ class Stats(C.Structure):
     ]
 
 
+class Request(C.Structure):
+    _fields_ = [
+        ("tokens", i32p),
+        ("count", C.c_size_t),
+        ("capacity", C.c_size_t),
+        ("length", C.c_size_t),
+        ("nfe", C.c_int32),
+    ]
+
+
 _message = [C.c_char_p, C.c_size_t]
 _out = C.POINTER(C.c_void_p)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -150,6 +162,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         C.c_int32,
         [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t, C.c_size_t, C.POINTER(Stats), C.POINTER(C.c_size_t)],
     ),
+    "dlm_session_generate_batch": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(GenerateOptions), C.POINTER(Request), C.c_size_t, C.c_int32, C.POINTER(Stats)],
+    ),
     "dlm_session_start": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t]),
     "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
     "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
@@ -159,7 +175,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "dlm_session_time_passes": (
         C.c_int32,
-        [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.POINTER(C.c_double), C.c_size_t],
+        [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.c_int32, C.POINTER(C.c_double), C.c_size_t],
     ),
 }
 

@@ -171,7 +171,61 @@ class Bundle:
                 session, C.byref(request.options), buffer, len(request.given), request.capacity, C.byref(stats), C.byref(length)
             )
             self._check(status, session)
-        return request.result(list(buffer[: length.value]), stats)
+        return request.result(list(buffer[: length.value]), stats, stats.nfe)
+
+    def generate_batch(
+        self,
+        *,
+        prompts: Sequence[str] | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
+        chats: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+        max_new_tokens: int = 128,
+        preset: str | None = None,
+        steps: int = 0,
+        max_batch: int = 8,
+        **policy: Any,
+    ) -> list[Generation]:
+        """``generate`` for several requests, at most ``max_batch`` of which share their passes; results in the given order.
+
+        Those run together whose canvases have one length and, over a cache, whose masks lie in the same blocks; the others
+        run in further batches, one after the other. To be together, prompts must have as many tokens. Each result is what
+        ``generate`` gives, floating-point noise of the engine aside, with its own ``nfe``; ``timings`` and ``cache_bytes``
+        are those of the whole call.
+
+        Raises what ``generate`` raises, naming the request by its number, counted from 0, and RequestError where the engine
+        takes fewer at a time: TensorRT takes one.
+        """
+        given = {"prompt": prompts, "tokens": tokens, "chat": chats}
+        chosen = [(name, values) for name, values in given.items() if values is not None]
+        if len(chosen) != 1 or isinstance(chosen[0][1], str):
+            raise RequestError("give one of prompts, tokens and chats: a list with an entry for each request")
+        fields, kept = self.policy(preset, **policy), []
+        for number, value in enumerate(chosen[0][1]):
+            one: dict[str, Any] = dict.fromkeys(given) | {chosen[0][0]: value}
+            try:
+                kept.append(_Request(self, **one, max_new_tokens=max_new_tokens, steps=steps, policy=fields))
+            except RequestError as err:
+                raise RequestError(f"request {number}: {err}") from err
+        most = _count("max_batch", max_batch)
+        if not kept:
+            return []
+        buffers = [(C.c_int32 * max(1, request.capacity))(*request.given) for request in kept]
+        natives = (_native.Request * len(kept))(
+            *(
+                _native.Request(C.cast(buffer, _native.i32p), len(request.given), request.capacity)
+                for request, buffer in zip(kept, buffers, strict=True)
+            )
+        )
+        stats = _native.Stats()
+        with self._session() as session:
+            status = self._library.dlm_session_generate_batch(
+                session, C.byref(kept[0].options), natives, len(kept), most, C.byref(stats)
+            )
+            self._check(status, session)
+        return [
+            request.result(list(buffer[: native.length]), stats, native.nfe)
+            for request, buffer, native in zip(kept, buffers, natives, strict=True)
+        ]
 
     def stream(
         self,
@@ -211,13 +265,15 @@ class Bundle:
             self._check(status, session)
         return out
 
-    def time_passes(self, tokens: int, cached: int, rows: int, repeats: int) -> list[float]:
+    def time_passes(self, tokens: int, cached: int, rows: int, repeats: int, batch: int = 1) -> list[float]:
         """Seconds that the engine takes for a pass of ``tokens`` over ``cached`` ones that scores ``rows``, ``repeats`` times.
 
+        ``batch`` requests share the pass, each with as many tokens and rows.
         On made-up tokens; for ``cached`` > 0 a full pass over both fills the cache first, untimed. 0 repeats only check the
         sizes. Raises RequestError for a pass that the denoiser or the engine does not take.
         """
-        sizes = [_count(name, value) for name, value in (("tokens", tokens), ("cached", cached), ("rows", rows))]
+        given = (("batch", batch), ("tokens", tokens), ("cached", cached), ("rows", rows))
+        sizes = [_count(name, value) for name, value in given]
         seconds = (C.c_double * max(1, _count("repeats", repeats)))()
         with self._session() as session:
             self._check(self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session)
@@ -235,7 +291,7 @@ class Bundle:
                 result = None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
-                    result = request.result(canvas, stats)
+                    result = request.result(canvas, stats, stats.nfe)
                 yield Event(
                     canvas=canvas,
                     guess=view.guess[: view.length],
@@ -307,9 +363,9 @@ class _Request:
         self.options.max_new_tokens = max_new_tokens
         self.options.steps = steps
 
-    def result(self, canvas: list[int], stats: _native.Stats) -> Generation:
+    def result(self, canvas: list[int], stats: _native.Stats, nfe: int) -> Generation:
         timings = {name: getattr(stats, f"{name}_s") for name in ("prefill", "passes", "selection", "cache", "total")}
-        return Generation(canvas, self.text(canvas), stats.nfe, timings, stats.cache_bytes)
+        return Generation(canvas, self.text(canvas), nfe, timings, stats.cache_bytes)
 
     def text(self, canvas: list[int]) -> str | None:
         if self.bundle.tokenizer is None:

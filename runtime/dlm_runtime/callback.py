@@ -7,7 +7,7 @@ that is not exported yet. Every pass crosses into Python, so it is not the fast 
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ class DenoiserInfo:
 
 @dataclass(frozen=True)
 class CallbackPass:
-    """One pass as numpy views of the loop's memory; the callback fills every output that is not None.
+    """One request's pass as numpy views of the loop's memory; the callback fills every output that is not None.
 
     ``input_ids`` and ``position_ids`` ``[T]``, ``score_rows`` ``[R]``; ``past`` ``[layers, 2, Hkv, S, D]`` as nested lists
     of float32 views (empty when S = 0). Outputs: ``top_tokens`` int32 and ``top_probs`` float32 ``[R, K]``, ``entropy``
@@ -57,36 +57,48 @@ def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
     return np.ctypeslib.as_array(pointer, shape=shape)  # type: ignore[call-overload, no-any-return]
 
 
-def _rows(info: DenoiserInfo, keys: object, values: object, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    shape = (info.kv_heads, rows, info.head_size)
+def _rows(info: DenoiserInfo, keys: object, values: object, batch: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Keys and values of every layer, ``[B, Hkv, rows, D]`` each."""
+    shape = (batch, info.kv_heads, rows, info.head_size)
     layers = [(C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)]  # type: ignore[index]
     return [(_view(k, shape), _view(v, shape)) for k, v in layers]
+
+
+def _passes(info: DenoiserInfo, p: _native.Pass) -> Iterator[CallbackPass]:
+    """The passes of a batch's requests."""
+    B, T, S, R = p.batch, p.tokens, p.cached, p.rows
+    ids, positions, rows = _view(p.input_ids, (B, T)), _view(p.position_ids, (B, T)), _view(p.score_rows, (B, R))
+    tokens, probs = _view(p.top_tokens, (B, R, info.top_k)), _view(p.top_probs, (B, R, info.top_k))
+    entropy = _view(p.entropy, (B, R)) if p.entropy else None
+    logits = _view(p.logits, (B, R, info.vocab_size)) if p.logits else None
+    past = _rows(info, p.past_keys, p.past_values, B, S) if S else []
+    present = _rows(info, p.present_keys, p.present_values, B, T) if p.present_keys else None
+    for b in range(B):
+        yield CallbackPass(
+            input_ids=ids[b],
+            position_ids=positions[b],
+            score_rows=rows[b],
+            past=[(keys[b], values[b]) for keys, values in past],
+            top_tokens=tokens[b],
+            top_probs=probs[b],
+            entropy=None if entropy is None else entropy[b],
+            logits=None if logits is None else logits[b],
+            present=None if present is None else [(keys[b], values[b]) for keys, values in present],
+        )
 
 
 def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None) -> Bundle:
     """A bundle without files whose passes ``run`` makes; ``policy`` is its default.
 
+    A pass of several requests (``generate_batch``) is a call of ``run`` for each of them.
     What ``run`` raises ends the request and is raised again from ``generate`` as the cause of an EngineError.
     """
     raised: list[BaseException] = []
 
     def call(_: int, pointer: object) -> int:
-        p = pointer.contents  # type: ignore[attr-defined]
-        T, S, R = p.tokens, p.cached, p.rows
         try:
-            run(
-                CallbackPass(
-                    input_ids=_view(p.input_ids, (T,)),
-                    position_ids=_view(p.position_ids, (T,)),
-                    score_rows=_view(p.score_rows, (R,)),
-                    past=_rows(info, p.past_keys, p.past_values, S) if S else [],
-                    top_tokens=_view(p.top_tokens, (R, info.top_k)),
-                    top_probs=_view(p.top_probs, (R, info.top_k)),
-                    entropy=_view(p.entropy, (R,)) if p.entropy else None,
-                    logits=_view(p.logits, (R, info.vocab_size)) if p.logits else None,
-                    present=_rows(info, p.present_keys, p.present_values, T) if p.present_keys else None,
-                )
-            )
+            for one in _passes(info, pointer.contents):  # type: ignore[attr-defined]
+                run(one)
         except BaseException as err:
             raised.append(err)
             return 5  # DLM_ENGINE_FAILED

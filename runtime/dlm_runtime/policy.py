@@ -18,7 +18,8 @@ SCORE_ALIASES = {"maskgit_plus": "confidence", "low_confidence": "confidence", "
 
 @dataclass(frozen=True)
 class Policy:
-    """One loop. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0 makes the generation one block."""
+    """One loop. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0 makes the generation one block;
+    ``refresh`` 0 starts every block with a full pass, as published."""
 
     select: str = "argmax"
     score: str = "confidence"
@@ -30,6 +31,7 @@ class Policy:
     stop: str = "eos"
     block_length: int = 32
     steps_per_block: int = 0
+    refresh: int = 0
     threshold: float = 0.9
     factor: float = 1.0
     entropy_bound: float = 0.1

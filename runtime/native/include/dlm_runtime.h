@@ -24,7 +24,7 @@ extern "C" {
 #define DLM_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a call changes in a way that an older caller would not survive. */
-#define DLM_ABI_VERSION 2
+#define DLM_ABI_VERSION 3
 DLM_API uint32_t dlm_abi_version(void);
 DLM_API const char *dlm_version(void); /* "0.1.0", static */
 
@@ -48,8 +48,8 @@ typedef struct dlm_session dlm_session;
 
 /* ---- Denoiser and passes -------------------------------------------------------------------------------------------- */
 
-/* What the loop must know of a denoiser. Shape letters: T tokens of a pass, S cached tokens, R scored rows, V vocabulary,
- * K candidates a row. */
+/* What the loop must know of a denoiser. Shape letters: B requests of a pass, T tokens of each, S cached tokens, R scored rows,
+ * V vocabulary, K candidates a row. */
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V */
@@ -67,22 +67,24 @@ typedef struct dlm_denoiser {
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser *denoiser);
 
-/* One pass of the denoiser. The engine reads the const members and fills the others.
- * Keys and values are [kv_heads, rows, head_size] a layer, position-encoded; rows = S for past, T for present. */
+/* One pass of the denoiser, over the same positions of B requests that know nothing of each other. The engine reads the const
+ * members and fills the others. B is 1 unless dlm_session_generate_batch or dlm_session_time_passes asks for more.
+ * Keys and values are [B, kv_heads, rows, head_size] a layer, position-encoded; rows = S for past, T for present. */
 typedef struct dlm_pass {
+  int32_t batch;   /* B */
   int32_t tokens;  /* T */
   int32_t cached;  /* S */
   int32_t rows;    /* R */
   int32_t layers;  /* length of the four arrays of pointers */
-  const int64_t *input_ids;    /* [T] */
-  const int64_t *position_ids; /* [T], absolute */
-  const int64_t *score_rows;   /* [R], 0..T-1 */
+  const int64_t *input_ids;    /* [B, T] */
+  const int64_t *position_ids; /* [B, T], absolute */
+  const int64_t *score_rows;   /* [B, R], 0..T-1 */
   const void *const *past_keys, *const *past_values;
   void *const *present_keys, *const *present_values; /* NULL when the loop has no use for them */
-  int32_t *top_tokens; /* [R, K], best first, lowest id first among equals, never the mask token */
-  float *top_probs;    /* [R, K], softmax in fp32 with the mask token excluded */
-  float *entropy;      /* [R], sum p ln(p + 1e-10) <= 0, the mask token excluded; NULL when not asked for */
-  float *logits;       /* [R, V], raw; NULL when not asked for */
+  int32_t *top_tokens; /* [B, R, K], best first, lowest id first among equals, never the mask token */
+  float *top_probs;    /* [B, R, K], softmax in fp32 with the mask token excluded */
+  float *entropy;      /* [B, R], sum p ln(p + 1e-10) <= 0, the mask token excluded; NULL when not asked for */
+  float *logits;       /* [B, R, V], raw; NULL when not asked for */
 } dlm_pass;
 
 /* Runs one pass; returns DLM_OK or any other status, which ends the request. The session that it runs for is busy. */
@@ -104,6 +106,9 @@ typedef struct dlm_policy {
   const char *stop;     /* "eos": blocks after one that committed eos are not run | "none" */
   int32_t block_length;    /* tokens; 0: the whole generation is one block */
   int32_t steps_per_block; /* passes planned a block; 0: one a token */
+  int32_t refresh;         /* of "prefix" and "dual". 0: every block starts with a full pass. N: the first one does, and each
+                              later one with a pass over the N tokens before it, the block decided before it at least,
+                              and what its other passes run over */
   double threshold;        /* of "threshold" and "dynamic", 0..1 */
   double factor;           /* of "factor", >= 0 */
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
@@ -125,6 +130,10 @@ typedef struct dlm_open_options {
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options *options);
+
+/* Engine "onnxruntime" takes kernels of this library where it is slow itself: the first of "avx512-vnni", "avx-vnni", "avx2" or
+ * "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
+ * dlm_bundle_engine tells which they are. */
 
 /* Engine "tensorrt" is there if the library was compiled with TensorRT's headers. It runs on the first CUDA device
  * ($CUDA_VISIBLE_DEVICES chooses), takes the engine of the bundle that was built for that device and for exactly the
@@ -194,12 +203,12 @@ DLM_API void dlm_generate_options_init(dlm_generate_options *options);
  * loop's own bookkeeping. */
 typedef struct dlm_stats {
   int32_t nfe;          /* passes made, counted */
-  double prefill_s;     /* seconds in the full passes that fill a prefix or dual cache */
+  double prefill_s;     /* seconds in the passes that fill or refresh a prefix or dual cache */
   double passes_s;      /* seconds in all other passes */
   double selection_s;   /* seconds of scoring, ranking and committing */
   double cache_s;       /* seconds of moving keys and values between passes; a device may end its moves in the next pass */
   double total_s;       /* seconds from start to done, without the caller's own time */
-  uint64_t cache_bytes; /* keys and values held for the request */
+  uint64_t cache_bytes; /* keys and values held for the request, at most; 0 without a cache */
 } dlm_stats;
 
 /* Fills the canvas and returns when no mask token is left. tokens: the given ones on entry (mask tokens among them are
@@ -209,7 +218,27 @@ typedef struct dlm_stats {
 DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
                                         size_t count, size_t capacity, dlm_stats *stats, size_t *length);
 
-/* The same, a step at a time: start once, then step until step->done. Starting again drops the running request. */
+/* One of several requests. An array holds them, so there is no struct_size: its fields change with DLM_ABI_VERSION. */
+typedef struct dlm_request {
+  int32_t *tokens; /* as of dlm_session_generate */
+  size_t count;    /* given ones */
+  size_t capacity; /* tokens that fit */
+  size_t length;   /* set: of the canvas; 0 on failure */
+  int32_t nfe;     /* set: passes that committed to it; 0 on failure */
+} dlm_request;
+
+/* Several requests at once, each with options->max_new_tokens behind its tokens. Those that fit together share their passes, at
+ * most max_batch of them (1..4096), which shares the reading of weights: canvases of one length and, over a cache, masks in the
+ * same blocks. The others run one batch after the other. Over a cache a request that has finished a block waits for the slowest
+ * of its batch. Each gets what it gets alone, but for floating-point noise of the engine. Errors name a request by its number,
+ * counted from 0, and leave the tokens of all untouched. options->on_step must be NULL. stats, which may be NULL, are sums over
+ * the batches, their nfe passes made; cache_bytes is the largest. Drops a running request. UNSUPPORTED where the engine takes
+ * fewer at a time: "tensorrt" takes one. */
+DLM_API dlm_status dlm_session_generate_batch(dlm_session *session, const dlm_generate_options *options,
+                                              dlm_request *requests, size_t request_count, int32_t max_batch,
+                                              dlm_stats *stats);
+
+/* dlm_session_generate a step at a time: start once, then step until step->done. Starting again drops the running request. */
 DLM_API dlm_status dlm_session_start(dlm_session *session, const dlm_generate_options *options, const int32_t *tokens,
                                      size_t count);
 DLM_API dlm_status dlm_session_step(dlm_session *session, dlm_step *step);
@@ -220,11 +249,11 @@ DLM_API void dlm_session_stats(const dlm_session *session, dlm_stats *stats);
 DLM_API dlm_status dlm_session_logits(dlm_session *session, const int32_t *tokens, size_t count, const int32_t *rows,
                                       size_t row_count, float *logits, size_t capacity);
 
-/* For measuring: the seconds [repeats] that the engine takes for a pass of `tokens` over `cached` ones that scores `rows` of
- * them, made `repeats` times on made-up tokens (0: only checked). For cached > 0 a full pass fills the cache first, untimed.
- * Drops a running request. INVALID_ARGUMENT if the denoiser or the engine takes no such pass, UNSUPPORTED for cached > 0
- * where the denoiser has no cache. */
-DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t tokens, int32_t cached, int32_t rows,
+/* For measuring: the seconds [repeats] that the engine takes for a pass of `batch` requests, each with `tokens` over `cached`
+ * ones and `rows` of them scored, made `repeats` times on made-up tokens (0: only checked). For cached > 0 a full pass fills the
+ * cache first, untimed. Drops a running request. INVALID_ARGUMENT if the denoiser or the engine takes no such pass, UNSUPPORTED
+ * for cached > 0 where the denoiser has no cache, and for a batch that the engine does not take. */
+DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
                                            double *seconds, size_t repeats);
 
 #ifdef __cplusplus

@@ -282,7 +282,8 @@ dlm_policy read_preset(const json::Value& preset) {
   dlm_policy policy;
   dlm_policy_init(&policy);
   preset.refuse_unknown({"select", "score", "commit", "compare", "schedule", "remask", "cache", "stop", "block_length",
-                         "steps_per_block", "threshold", "factor", "entropy_bound", "timestep_eps", "temperature", "seed"});
+                         "steps_per_block", "refresh", "threshold", "factor", "entropy_bound", "timestep_eps", "temperature",
+                         "seed"});
   const auto choice = [&](const char* key, const char*& value) {
     if (const json::Value* found = preset.find(key)) {
       value = canonical_choice(key, found->string());
@@ -305,6 +306,7 @@ dlm_policy read_preset(const json::Value& preset) {
   choice("stop", policy.stop);
   integer("block_length", policy.block_length);
   integer("steps_per_block", policy.steps_per_block);
+  integer("refresh", policy.refresh);
   number("threshold", policy.threshold);
   number("factor", policy.factor);
   number("entropy_bound", policy.entropy_bound);

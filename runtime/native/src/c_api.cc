@@ -27,7 +27,7 @@ struct dlm_session {
   dlm_bundle& bundle;
   std::unique_ptr<dlm::Context> context;
   dlm::Buffers buffers;
-  std::optional<dlm::Request> request;
+  std::optional<dlm::Batch> batch;  // what runs: one request, or several together
   std::string last_error;
   bool is_running = false;  // inside a call, perhaps inside a callback of the caller's
 };
@@ -126,8 +126,7 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   return dlm::open_onnxruntime(manifest.graph, library, threads);
 }
 
-void start(dlm_session& session, const dlm_generate_options* options, const int32_t* tokens, size_t count) {
-  session.request.reset();
+dlm::Policy read_options(const dlm_session& session, const dlm_generate_options* options) {
   require(options, "options");
   check_struct(*options, "dlm_generate_options");
   const dlm::Manifest& manifest = session.bundle.manifest;
@@ -137,22 +136,61 @@ void start(dlm_session& session, const dlm_generate_options* options, const int3
     if (name == manifest.default_preset) fallback = preset;
   const dlm::Policy policy = dlm::check_policy(options->policy != nullptr ? *options->policy : fallback);
   if (options->steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", options->steps);
-  session.request.emplace(manifest.denoiser, policy,
-                          check_canvas(manifest.denoiser, tokens, count, options->max_new_tokens), options->steps);
-  try {
-    session.request->check_limits(*session.bundle.engine);
-  } catch (...) {
-    session.request.reset();
-    throw;
-  }
+  return policy;
 }
 
+dlm::Request make_request(const dlm_session& session, const dlm::Policy& policy, const dlm_generate_options& options,
+                          const int32_t* tokens, size_t count, const std::string& name) {
+  const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
+  dlm::Request request(denoiser, policy, check_canvas(denoiser, tokens, count, options.max_new_tokens), options.steps, name);
+  request.check_limits(*session.bundle.engine);
+  return request;
+}
+
+// Puts each request, by number, into the first batch that has room for it and that it fits into.
+std::vector<std::vector<size_t>> group(const std::vector<dlm::Request>& requests, size_t max_batch) {
+  std::vector<std::vector<size_t>> batches;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto takes = [&](const auto& batch) { return batch.size() < max_batch && requests[batch[0]].fits(requests[i]); };
+    const auto found = std::find_if(batches.begin(), batches.end(), takes);
+    (found == batches.end() ? batches.emplace_back() : *found).push_back(i);
+  }
+  return batches;
+}
+
+void check_capacity(size_t capacity, size_t needed) {
+  if (capacity >= needed) return;
+  dlm::fail(DLM_INVALID_ARGUMENT, "capacity = %zu holds fewer tokens than the canvas of %zu", capacity, needed);
+}
+
+void start(dlm_session& session, const dlm_generate_options* options, const int32_t* tokens, size_t count,
+           size_t capacity = SIZE_MAX) {
+  session.batch.reset();
+  const dlm::Policy policy = read_options(session, options);
+  std::vector<dlm::Request> one;
+  one.push_back(make_request(session, policy, *options, tokens, count, ""));
+  check_capacity(capacity, one[0].canvas().size());
+  session.batch.emplace(session.bundle.manifest.denoiser, policy, std::move(one));
+}
+
+void add(dlm_stats& sum, const dlm_stats& of_batch) {
+  sum.nfe += of_batch.nfe;
+  sum.prefill_s += of_batch.prefill_s;
+  sum.passes_s += of_batch.passes_s;
+  sum.selection_s += of_batch.selection_s;
+  sum.cache_s += of_batch.cache_s;
+  sum.total_s += of_batch.total_s;
+  sum.cache_bytes = std::max(sum.cache_bytes, of_batch.cache_bytes);
+}
+
+const dlm::Request& running(const dlm_session& session) { return session.batch->requests().front(); }
+
 void step(dlm_session& session) {
-  if (!session.request) dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
+  if (!session.batch) dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
   try {
-    session.request->step(*session.context, session.buffers);
+    session.batch->step(*session.context, session.buffers);
   } catch (...) {
-    session.request.reset();
+    session.batch.reset();
     throw;
   }
 }
@@ -331,25 +369,68 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options
   return guarded(session, [&] {
     require(length, "length");
     require(tokens, "tokens");
-    start(*session, options, tokens, count);
-    const size_t needed = session->request->canvas().size();
-    if (capacity < needed) {
-      session->request.reset();
-      dlm::fail(DLM_INVALID_ARGUMENT, "capacity = %zu holds fewer tokens than the canvas of %zu", capacity, needed);
-    }
-    while (!session->request->done()) {
+    start(*session, options, tokens, count, capacity);
+    while (!session->batch->done()) {
       step(*session);
       if (options->on_step == nullptr) continue;
-      const dlm_step view = session->request->view();
+      const dlm_step view = running(*session).view();
       if (options->on_step(options->user, &view) != 0) {
-        session->request.reset();
+        session->batch.reset();
         dlm::fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
       }
     }
-    const auto& canvas = session->request->canvas();
+    const auto& canvas = running(*session).canvas();
     std::memcpy(tokens, canvas.data(), canvas.size() * sizeof(int32_t));
-    if (stats != nullptr) *stats = session->request->stats();
+    if (stats != nullptr) *stats = session->batch->stats();
     *length = canvas.size();
+  });
+}
+
+dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_options* options, dlm_request* requests,
+                                      size_t request_count, int32_t max_batch, dlm_stats* stats) {
+  for (size_t i = 0; requests != nullptr && i < request_count; ++i) requests[i].length = 0, requests[i].nfe = 0;
+  if (stats != nullptr) *stats = {};
+  return guarded(session, [&] {
+    session->batch.reset();
+    const dlm::Policy policy = read_options(*session, options);
+    if (options->on_step != nullptr)
+      dlm::fail(DLM_INVALID_ARGUMENT, "on_step must be NULL: requests that run together have no step of their own");
+    if (max_batch < 1 || max_batch > dlm::kMostRequests)
+      dlm::fail(DLM_INVALID_ARGUMENT, "max_batch = %d is outside 1..%d", max_batch, dlm::kMostRequests);
+    if (request_count > 0) require(requests, "requests");
+    std::vector<dlm::Request> made;
+    for (size_t i = 0; i < request_count; ++i) {
+      const std::string name = "request " + std::to_string(i) + ": ";
+      dlm::with_name(name, [&] {
+        require(requests[i].tokens, "tokens");
+        made.push_back(make_request(*session, policy, *options, requests[i].tokens, requests[i].count, name));
+        check_capacity(requests[i].capacity, made.back().canvas().size());
+      });
+    }
+    const auto batches = group(made, static_cast<size_t>(max_batch));
+    for (const auto& batch : batches) dlm::check_batch(*session->bundle.engine, static_cast<int32_t>(batch.size()));
+    std::vector<std::vector<int32_t>> canvases(request_count);
+    std::vector<int32_t> nfe(request_count);
+    dlm_stats sum{};
+    for (const auto& batch : batches) {
+      std::vector<dlm::Request> together;
+      for (const size_t number : batch) together.push_back(std::move(made[number]));
+      session->batch.emplace(session->bundle.manifest.denoiser, policy, std::move(together));
+      while (!session->batch->done()) step(*session);
+      for (size_t i = 0; i < batch.size(); ++i) {
+        const dlm::Request& done = session->batch->requests()[i];
+        canvases[batch[i]] = done.canvas();
+        nfe[batch[i]] = done.nfe();
+      }
+      add(sum, session->batch->stats());
+    }
+    session->batch.reset();
+    for (size_t i = 0; i < request_count; ++i) {
+      std::memcpy(requests[i].tokens, canvases[i].data(), canvases[i].size() * sizeof(int32_t));
+      requests[i].length = canvases[i].size();
+      requests[i].nfe = nfe[i];
+    }
+    if (stats != nullptr) *stats = sum;
   });
 }
 
@@ -363,19 +444,19 @@ dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
   return guarded(session, [&] {
     require(view, "step");
     step(*session);
-    *view = session->request->view();
+    *view = running(*session).view();
   });
 }
 
 void dlm_session_stats(const dlm_session* session, dlm_stats* stats) {
   if (stats == nullptr) return;
-  *stats = session != nullptr && session->request ? session->request->stats() : dlm_stats{};
+  *stats = session != nullptr && session->batch ? session->batch->stats() : dlm_stats{};
 }
 
 dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count, const int32_t* rows,
                               size_t row_count, float* logits, size_t capacity) {
   return guarded(session, [&] {
-    session->request.reset();
+    session->batch.reset();
     const dlm::Denoiser& denoiser = session->bundle.manifest.denoiser;
     const std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, 0);
     require(rows, "rows");
@@ -396,7 +477,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
                 "again with a larger --canvas",
                 length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;
-    dlm_pass pass = dlm::prepare_pass(canvas, 0, length, buffers);
+    dlm_pass pass = dlm::prepare_pass({&canvas}, 0, length, buffers);
     for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {
       pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
       const size_t last = first + static_cast<size_t>(pass.rows);
@@ -408,12 +489,12 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
   });
 }
 
-dlm_status dlm_session_time_passes(dlm_session* session, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
-                                   size_t repeats) {
+dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
+                                   double* seconds, size_t repeats) {
   return guarded(session, [&] {
-    session->request.reset();
+    session->batch.reset();
     if (repeats > 0) require(seconds, "seconds");
-    dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine, *session->context, session->buffers, tokens,
-                     cached, rows, seconds, repeats);
+    dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine, *session->context, session->buffers, batch,
+                     tokens, cached, rows, seconds, repeats);
   });
 }

@@ -15,33 +15,39 @@
 
 namespace dlm {
 
-// One layer's keys (or values) are [kv_heads, rows, head_size].
+// One layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch.
 struct CacheShape {
   int32_t layers, kv_heads, head_size, element_bytes;
 
   size_t row_bytes() const { return static_cast<size_t>(head_size) * static_cast<size_t>(element_bytes); }
-  size_t layer_bytes(int32_t rows) const {
-    return static_cast<size_t>(kv_heads) * static_cast<size_t>(rows) * row_bytes();
+  size_t layer_bytes(int32_t batch, int32_t rows) const {
+    return static_cast<size_t>(batch) * static_cast<size_t>(kv_heads) * static_cast<size_t>(rows) * row_bytes();
   }
 };
 
 // What a pass does with the cache of its context.
 enum class CacheUse {
-  none,   // nothing: S is 0, and the T new rows are of no use
-  write,  // S is 0; the T new rows are kept for keep_outside
-  read    // over the S rows that keep_outside kept
+  none,    // nothing: S is 0, and the T new rows are of no use
+  write,   // S is 0; the T new rows are kept for keep_outside, and all others forgotten, B with them
+  read,    // over the S rows that keep_outside kept
+  refresh  // over them as well, and the T new rows are kept with them
 };
 
 class Context {
  public:
   virtual ~Context() = default;
 
-  // Runs one pass. The caller sets everything of the pass but `layers` and the keys and values, which are the context's.
+  // Runs one pass over positions that follow each other, the same for each request of a batch. The caller sets everything of
+  // it but `layers` and the keys and values, which are the context's.
   // Throws Error(DLM_ENGINE_FAILED) or whatever else ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Makes the rows outside [first, last) of the last pass what reading passes see. That pass has written `length` rows.
-  virtual void keep_outside(int32_t first, int32_t last, int32_t length) = 0;
+  // Makes the rows of the positions outside [first, last) what the next passes read, in any order: attention is full, and
+  // keys are encoded with their positions. They are rows that were kept, or of the last pass if that kept its own.
+  virtual void keep_outside(int32_t first, int32_t last) = 0;
+
+  // What the keys and values of this batch take now; rows grow with the canvas, not with the passes.
+  virtual uint64_t cache_bytes() const = 0;
 };
 
 class Engine {
@@ -56,6 +62,9 @@ class Engine {
 
   // How many rows a pass of T tokens over S cached ones may score; 0: the engine takes no such pass.
   virtual int32_t max_rows(int32_t tokens, int32_t cached) const;
+
+  // How many requests a pass may have (B).
+  virtual int32_t max_batch() const;
 
   // The sizes behind max_rows, for people; "" where there is no limit.
   virtual std::string limits() const;

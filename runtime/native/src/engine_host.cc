@@ -1,7 +1,9 @@
-// Contexts in host memory, for the engines whose passes run there: one allocation each for the rows that a full pass gives
-// and for those that are kept.
+// Contexts in host memory, for the engines whose passes run there. Each holds one copy of a request's keys and values.
+#include <algorithm>
 #include <climits>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "engine.h"
 #include "error.h"
@@ -9,22 +11,95 @@
 namespace dlm {
 namespace {
 
-// Keys and values of every layer in one allocation, which grows and never shrinks.
-struct Rows {
-  std::vector<std::byte> storage;
-  std::vector<void*> keys, values;  // [layers], into storage
+// Where the rows of a tensor of keys or values lie: heads * L of them, one for every head and position, heads being those of all
+// requests of a batch. A pass reads [heads, S] at the start and writes [heads, T] behind them; S + T is the canvas, so together
+// they fill it exactly.
+//
+// As cached rows may stand in any order, another S or other positions move only the rows that are outside their head's new
+// part: as many as a few blocks have, times the heads before, however long the canvas is.
+class Slots {
+ public:
+  // Rows [from, from + rows) of a tensor go to `to`, or change places with what is there; the two do not overlap.
+  struct Move {
+    size_t from, to, rows;
+    bool is_swap;
+  };
 
-  void lay_out(const CacheShape& cache, int32_t rows) {
-    const auto layers = static_cast<size_t>(cache.layers);
-    const size_t bytes = cache.layer_bytes(rows);
-    if (storage.size() < 2 * layers * bytes) storage.resize(2 * layers * bytes);
-    keys.resize(layers);
-    values.resize(layers);
-    for (size_t i = 0; i < layers; ++i) {
-      keys[i] = storage.data() + 2 * i * bytes;
-      values[i] = storage.data() + (2 * i + 1) * bytes;
-    }
+  // A pass over `cached` rows has written those of the positions from `first` on.
+  void note_written(size_t heads, int32_t first, int32_t tokens, int32_t cached) {
+    const auto from = static_cast<size_t>(first), written = static_cast<size_t>(tokens);
+    heads_ = heads;
+    kept_ = static_cast<size_t>(cached);
+    length_ = kept_ + written;
+    hole_ = {from, from + written};
+    row_at_.resize(heads_ * length_);
+    slot_of_.resize(heads_ * length_);
+    size_t slot = heads_ * kept_;
+    for (size_t head = 0; head < heads_; ++head)
+      for (size_t i = from; i < hole_.last; ++i) put(head * length_ + i, slot++);
   }
+
+  // Gives each head's rows of the positions outside [first, last) the head's part of the start; all others are lost.
+  std::vector<Move> keep_outside(int32_t first, int32_t last) {
+    const Range hole{static_cast<size_t>(first), static_cast<size_t>(last)};
+    const size_t kept = length_ - (hole.last - hole.first);
+    // Of each head: slots of its new part that may hold what does not belong there, and rows that may be elsewhere. All other
+    // slots of the part hold a row that stays.
+    std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
+    for (size_t head = 0; head < heads_; ++head) {
+      const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
+      each_in_one(part, before, [&](size_t slot) { slots[head].push_back(slot); });
+      each_in_one(hole, hole_, [&](size_t i) { slots[head].push_back(slot_of_[head * length_ + i]); });
+      each_in_one(before, part, [&](size_t slot) { rows[head].push_back(row_at_[slot]); });
+      each_in_one(hole_, hole, [&](size_t i) { rows[head].push_back(head * length_ + i); });
+    }
+    std::vector<Move> moves;
+    for (size_t n = 0; n < heads_; ++n) {
+      const size_t head = kept < kept_ ? n : heads_ - 1 - n;  // the way in which parts shift, so that little is in it
+      const Range part{head * kept, (head + 1) * kept}, own{head * length_, (head + 1) * length_};
+      const auto belongs = [&](size_t row) { return own.holds(row) && !hole.holds(row - own.first); };
+      auto row = rows[head].begin();
+      for (const size_t slot : slots[head]) {
+        if (!part.holds(slot) || belongs(row_at_[slot])) continue;
+        while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;  // there are as many as such slots
+        const size_t from = slot_of_[*row];
+        const bool is_swap = !hole.holds(row_at_[slot] % length_);
+        put(row_at_[slot], from);
+        put(*row, slot);
+        const Move* const last_move = moves.empty() ? nullptr : &moves.back();
+        const bool goes_on = last_move != nullptr && last_move->is_swap == is_swap &&
+                             last_move->from + last_move->rows == from && last_move->to + last_move->rows == slot;
+        if (goes_on) ++moves.back().rows;
+        else moves.push_back({from, slot, 1, is_swap});
+      }
+    }
+    kept_ = kept;
+    hole_ = hole;
+    return moves;
+  }
+
+ private:
+  struct Range {
+    size_t first, last;
+    bool holds(size_t i) const { return i >= first && i < last; }
+  };
+
+  // What is in `one` and not in `other`.
+  template <class Visit>
+  static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
+    for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
+    for (size_t i = std::max(one.first, other.last); i < one.last; ++i) visit(i);
+  }
+
+  void put(size_t row, size_t slot) {
+    row_at_[slot] = row;
+    slot_of_[row] = slot;
+  }
+
+  size_t heads_ = 0, length_ = 0;         // L
+  size_t kept_ = 0;                       // S: rows of each head at the start, of all positions outside hole_
+  Range hole_{0, 0};
+  std::vector<size_t> row_at_, slot_of_;  // [heads * L]; the row of head h and position i is h * L + i
 };
 
 class HostContext final : public Context {
@@ -36,44 +111,71 @@ class HostContext final : public Context {
     dlm_pass pass = wanted;
     pass.layers = cache_.layers;
     pass.past_keys = pass.past_values = nothing_.data();
-    if (use == CacheUse::read) {
-      pass.past_keys = past_.keys.data();
-      pass.past_values = past_.values.data();
+    const bool is_read = use == CacheUse::read || use == CacheUse::refresh;
+    const bool is_written = use == CacheUse::write || use == CacheUse::refresh;
+    if (use == CacheUse::write) lay_out(pass.batch, pass.tokens);
+    const Tensors past = tensors(0), present = tensors(cache_.layer_bytes(pass.batch, pass.cached));
+    if (is_read) {
+      pass.past_keys = past.keys.data();
+      pass.past_values = past.values.data();
     }
-    if (use == CacheUse::write) {
-      present_.lay_out(cache_, pass.tokens);
-      pass.present_keys = present_.keys.data();
-      pass.present_values = present_.values.data();
+    if (is_written) {
+      pass.present_keys = present.keys.data();
+      pass.present_values = present.values.data();
     }
     engine_.run(pass);
+    if (!is_written) return;
+    const auto heads = static_cast<size_t>(pass.batch) * static_cast<size_t>(cache_.kv_heads);
+    slots_.note_written(heads, static_cast<int32_t>(pass.position_ids[0]), pass.tokens, pass.cached);
   }
 
-  void keep_outside(int32_t first, int32_t last, int32_t length) override {
-    past_.lay_out(cache_, length - (last - first));
-    for (size_t i = 0; i < past_.keys.size(); ++i) {
-      copy_outside(first, last, length, present_.keys[i], past_.keys[i]);
-      copy_outside(first, last, length, present_.values[i], past_.values[i]);
+  void keep_outside(int32_t first, int32_t last) override {
+    const size_t row = cache_.row_bytes();
+    const std::vector<Slots::Move> moves = slots_.keep_outside(first, last);
+    for (size_t tensor = 0; tensor < 2 * static_cast<size_t>(cache_.layers); ++tensor) {
+      std::byte* const rows = storage_.get() + tensor * tensor_bytes_;
+      for (const Slots::Move& move : moves) {
+        std::byte *const from = rows + move.from * row, *const to = rows + move.to * row;
+        if (move.is_swap) std::swap_ranges(from, from + move.rows * row, to);
+        else std::memcpy(to, from, move.rows * row);
+      }
     }
   }
+
+  uint64_t cache_bytes() const override { return 2 * static_cast<uint64_t>(cache_.layers) * tensor_bytes_; }
 
  private:
-  void copy_outside(int32_t first, int32_t last, int32_t length, const void* present, void* past) const {
-    const size_t row = cache_.row_bytes();
-    const size_t before = static_cast<size_t>(first) * row, behind = static_cast<size_t>(length - last) * row;
-    const auto* from = static_cast<const std::byte*>(present);
-    auto* to = static_cast<std::byte*>(past);
-    for (int32_t head = 0; head < cache_.kv_heads; ++head) {
-      std::memcpy(to, from, before);
-      std::memcpy(to + before, from + static_cast<size_t>(last) * row, behind);
-      to += before + behind;
-      from += static_cast<size_t>(length) * row;
+  struct Tensors {
+    std::vector<void*> keys, values;  // [layers]
+  };
+
+  // The storage grows and never shrinks; what it held is given back first.
+  void lay_out(int32_t batch, int32_t length) {
+    size_t bytes = 0;
+    tensor_bytes_ = cache_.layer_bytes(batch, length);
+    if (__builtin_mul_overflow(2 * static_cast<size_t>(cache_.layers), tensor_bytes_, &bytes)) throw std::bad_alloc();
+    if (bytes <= storage_bytes_) return;
+    storage_bytes_ = 0;
+    storage_.reset();
+    storage_.reset(new std::byte[bytes]);  // not make_unique, which would write zeros to all of it
+    storage_bytes_ = bytes;
+  }
+
+  Tensors tensors(size_t offset) const {
+    Tensors out;
+    for (size_t i = 0; i < static_cast<size_t>(cache_.layers); ++i) {
+      out.keys.push_back(storage_.get() + 2 * i * tensor_bytes_ + offset);
+      out.values.push_back(storage_.get() + (2 * i + 1) * tensor_bytes_ + offset);
     }
+    return out;
   }
 
   HostEngine& engine_;
   const CacheShape cache_;
   const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
-  Rows present_, past_;
+  std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...; tensor_bytes_ each
+  size_t storage_bytes_ = 0, tensor_bytes_ = 0;
+  Slots slots_;
 };
 
 class None final : public HostEngine {
@@ -90,6 +192,8 @@ class None final : public HostEngine {
 }  // namespace
 
 int32_t Engine::max_rows(int32_t, int32_t) const { return INT32_MAX; }
+
+int32_t Engine::max_batch() const { return INT32_MAX; }
 
 std::string Engine::limits() const { return ""; }
 

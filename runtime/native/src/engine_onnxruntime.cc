@@ -8,12 +8,15 @@
 
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "custom_ops.h"
 #include "engine.h"
 #include "error.h"
 #include "graph.h"
+#include "kernels.h"
 #include "library.h"
 #include "ort_api.h"
 
@@ -111,7 +114,7 @@ class OnnxRuntime final : public HostEngine {
         env_(api()),
         memory_(api()),
         session_(api()),
-        ports_(list_ports(graph)) {
+        ports_(list_ports(graph, kB)) {
     check(api(), api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()), "starting ONNX Runtime");
     check(api(), api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault, memory_.out()),
           "starting ONNX Runtime");
@@ -122,7 +125,9 @@ class OnnxRuntime final : public HostEngine {
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
   }
 
-  std::string description() const override { return "onnxruntime " + library_.version + " (CPU)"; }
+  std::string description() const override {
+    return "onnxruntime " + library_.version + " (CPU" + (kernels_.empty() ? "" : ", ") + kernels_ + ")";
+  }
 
   void run(const dlm_pass& pass) override {
     check_pass(pass);
@@ -142,7 +147,8 @@ class OnnxRuntime final : public HostEngine {
         session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(), scratch.inputs.data(),
         scratch.inputs.size(), scratch.output_names.data(), scratch.outputs.size(), scratch.outputs.data());
     check(api(), reported, "a pass of the denoiser failed");
-    check_finite(pass.top_probs, static_cast<size_t>(pass.rows) * static_cast<size_t>(graph_.top_k));
+    check_finite(pass.top_probs,
+                 static_cast<size_t>(pass.batch) * static_cast<size_t>(pass.rows) * static_cast<size_t>(graph_.top_k));
   }
 
  private:
@@ -215,6 +221,11 @@ class OnnxRuntime final : public HostEngine {
     // a limit: 10 MB after 1200 shapes of a 6-layer denoiser, for no time gained. The arena stays: it levels off after
     // the largest pass, where plain allocation swings by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
+    if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
+      custom_ops_.emplace(api(), *kernels);
+      custom_ops_->add_to(options.get());
+      kernels_ = kernels->name;
+    }
     OrtStatus* const reported =
         api().call<ort::CreateSession>(env_.get(), graph_.path.c_str(), options.get(), session_.out());
     check(api(), reported, graph_.path + ": onnxruntime " + library_.version, load_failure(api(), reported));
@@ -262,7 +273,7 @@ class OnnxRuntime final : public HostEngine {
 
   // A tensor over data, of the port's shape in this pass.
   OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data) const {
-    const auto shape = port.shape(pass.tokens, pass.cached, pass.rows);
+    const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
     size_t bytes = element_bytes(port.type);
     for (size_t i = 0; i < port.dims.size(); ++i) {
       if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
@@ -282,6 +293,8 @@ class OnnxRuntime final : public HostEngine {
   const Library library_;
   Owned<OrtEnv, ort::ReleaseEnv> env_;
   Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_;
+  std::optional<CustomOps> custom_ops_;
+  std::string kernels_;  // whose they are
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
   std::vector<const char*> input_names_;

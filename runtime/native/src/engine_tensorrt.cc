@@ -4,8 +4,8 @@
 // as its C++ classes are called through their tables of functions. An engine file is code for one compute capability and one
 // version, so both are compared before a byte of it is read.
 //
-// A session holds on the device, in one allocation: inputs, outputs, the rows of the last full pass (present), the rows that
-// were kept of it (past), and TensorRT's own working memory. Addresses never change, so that passes can be replayed as CUDA
+// A session holds on the device, in one allocation: inputs, outputs, the rows of the last pass (present), the rows that were
+// kept (past), and TensorRT's own working memory. Addresses never change, so that passes can be replayed as CUDA
 // graphs. Passes read token ids from, and write candidates to, pinned host memory; logits stay where they are unless asked
 // for. The host waits once a pass.
 #include <NvInferRuntime.h>
@@ -157,7 +157,7 @@ int32_t element_type(nvinfer1::DataType type) {
 Dims dims_of(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
 
 nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows) {
-  const auto shape = port.shape(tokens, cached, rows);
+  const auto shape = port.shape(1, tokens, cached, rows);
   nvinfer1::Dims out{};
   out.nbDims = static_cast<int32_t>(port.dims.size());
   std::copy_n(shape.begin(), port.dims.size(), out.d);
@@ -172,7 +172,7 @@ class TensorRt final : public Engine {
       : graph_(graph),
         library_(load_library(library)),
         spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version})),
-        ports_(list_ports(graph)) {
+        ports_(list_ports(graph, 1)) {
     const CudaDevice::Use use(device_);
     runtime_.reset(static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
     if (runtime_ == nullptr) fail_call("createInferRuntime");
@@ -205,6 +205,8 @@ class TensorRt final : public Engine {
     const int32_t profile = trt::choose_profile(spec_, tokens, cached);
     return profile < 0 ? 0 : (profile == 0 ? spec_.prefill : spec_.block).rows.largest;
   }
+
+  int32_t max_batch() const override { return 1; }  // its profiles are of one
 
   std::string limits() const override { return trt::limits_text(spec_); }
 
@@ -320,14 +322,15 @@ class Session {
     check_pass(pass);
     const EngineSpec& spec = engine_.spec();
     PassKey key{trt::choose_profile(spec, pass.tokens, pass.cached), pass.tokens, pass.cached, 0};
-    if (key.profile < 0 || pass.rows > engine_.max_rows(pass.tokens, pass.cached))
-      fail(DLM_INTERNAL, "a pass of %d tokens, %d cached and %d rows, but the engine takes %s", pass.tokens, pass.cached, pass.rows,
-           engine_.limits().c_str());
+    if (key.profile < 0 || pass.batch > engine_.max_batch() || pass.rows > engine_.max_rows(pass.tokens, pass.cached))
+      fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows, but the engine takes %s", pass.batch, pass.tokens,
+           pass.cached, pass.rows, engine_.limits().c_str());
     key.rows = trt::rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
     if (pass.entropy != nullptr && !has_entropy())
       fail(DLM_UNSUPPORTED, "the engine has no output \"entropy\"; export it again with entropy");
     engine_.forget_errors();
-    written_ = 0;
+    if (use == CacheUse::write) kept_ = 0;
+    written_ = {0, 0};
     fill_staging(pass, key.rows);
     launch(key);
     const auto rows = static_cast<size_t>(pass.rows), top_k = static_cast<size_t>(engine_.graph().top_k);
@@ -343,31 +346,59 @@ class Session {
     take(kStagedProbs, pass.top_probs, rows * top_k);
     if (pass.entropy != nullptr) take(kStagedEntropy, pass.entropy, rows);
     check_finite(pass.top_probs, rows * top_k);
-    if (use == CacheUse::write) written_ = pass.tokens;
+    const auto first = static_cast<int32_t>(pass.position_ids[0]);
+    if (use == CacheUse::write || use == CacheUse::refresh) written_ = hole_ = {first, first + pass.tokens};
   }
 
-  // On the device, in the order of the stream: two copies a tensor, of the rows before and behind, and nothing to wait for.
-  void keep_outside(int32_t first, int32_t last, int32_t length) {
-    if (written_ != length) fail(DLM_INTERNAL, "rows of %d positions are to be kept, %d were written", length, written_);
-    const CacheShape& cache = engine_.graph().cache;
-    const int32_t kept = length - (last - first);
-    const auto copy = [&](size_t layer, int32_t from, int32_t to, int32_t rows) {
-      if (rows == 0) return;
-      const size_t row = cache.row_bytes();
+  // On the device, in the order of the stream, and nothing to wait for. Rows stay in the order of their positions: the whole of
+  // past goes behind present's rows and comes back with its new number of rows a head, in a few copies a tensor. To move only
+  // the rows that change, as in host memory, would take some for every head of it: thousands, at microseconds each to start.
+  void keep_outside(int32_t first, int32_t last) {
+    const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
+    const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
+    if (!is_filled && (first > hole_.first || last < hole_.last))
+      fail(DLM_INTERNAL, "rows outside %d..%d are to be kept, those of %d..%d are gone", first, last, hole_.first, hole_.last);
+    const size_t row = engine_.graph().cache.row_bytes();
+    const auto heads = static_cast<size_t>(engine_.graph().cache.kv_heads);
+    const size_t staged = heads * static_cast<size_t>(written_.tokens()) * row;  // present is as large as the longest canvas
+    // `rows` rows of every head, where a head has from_rows and to_rows.
+    const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows) {
+      if (rows <= 0) return;
       CUDA_MEMCPY2D what{};
       what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-      what.srcDevice = output(kFirstPresent + layer) + static_cast<size_t>(from) * row;
-      what.dstDevice = input(kFirstPast + layer) + static_cast<size_t>(to) * row;
-      what.srcPitch = static_cast<size_t>(length) * row;
-      what.dstPitch = static_cast<size_t>(kept) * row;
+      what.srcDevice = from;
+      what.dstDevice = to;
+      what.srcPitch = static_cast<size_t>(from_rows) * row;
+      what.dstPitch = static_cast<size_t>(to_rows) * row;
       what.WidthInBytes = static_cast<size_t>(rows) * row;
-      what.Height = static_cast<size_t>(cache.kv_heads);
+      what.Height = heads;
       cuda_.check(cuda_.cuMemcpy2DAsync(&what, stream_.get()), "cuMemcpy2DAsync");
     };
-    for (size_t i = 0; i < 2 * static_cast<size_t>(cache.layers); ++i) {  // keys and values
-      copy(i, 0, 0, first);
-      copy(i, last, first, length - last);
+    for (size_t i = 0; i < 2 * static_cast<size_t>(engine_.graph().cache.layers); ++i) {  // keys and values
+      const CUdeviceptr past = input(kFirstPast + i), present = output(kFirstPresent + i);
+      copy(past, kept_, present + staged, kept_, kept_);
+      // The positions [low, high) outside [first, last), all of them from the rows that start at position `at`.
+      const auto take = [&](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low, int32_t high) {
+        const auto part = [&](int32_t begin, int32_t end, int32_t to) {
+          copy(from + static_cast<size_t>(begin - at) * row, from_rows, past + static_cast<size_t>(begin - to) * row, kept,
+               end - begin);
+        };
+        part(low, std::min(high, first), 0);
+        part(std::max(low, last), high, last - first);
+      };
+      take(present + staged, kept_, 0, 0, hole_.first);
+      take(present, written_.tokens(), hole_.first, hole_.first, hole_.last);
+      take(present + staged, kept_, hole_.tokens(), hole_.last, length);
     }
+    kept_ = kept;
+    hole_ = {first, last};
+    written_ = {0, 0};
+  }
+
+  uint64_t cache_bytes() const {
+    const CacheShape& cache = engine_.graph().cache;
+    const size_t present = cache.layer_bytes(1, kept_ + hole_.tokens()), past = cache.layer_bytes(1, kept_);
+    return 2 * static_cast<uint64_t>(cache.layers) * (present + past);
   }
 
  private:
@@ -382,12 +413,17 @@ class Session {
   };
   static constexpr size_t kMostRepeated = 32;  // each costs an execution context's host memory
 
+  struct Range {
+    int32_t first, last;
+    int32_t tokens() const { return last - first; }
+  };
+
   enum Staged : size_t { kStagedIds, kStagedPositions, kStagedRows, kStagedTokens, kStagedProbs, kStagedEntropy };
   enum Output : size_t { kTopToken, kTopProb, kEntropy, kLogits };
 
   static size_t bytes_of(const Port& port, const trt::Largest& sizes) {
     size_t bytes = element_bytes(port.type);
-    const auto shape = port.shape(sizes.tokens, sizes.cached, sizes.rows);
+    const auto shape = port.shape(1, sizes.tokens, sizes.cached, sizes.rows);
     for (size_t i = 0; i < port.dims.size(); ++i)
       if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes))
         fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
@@ -529,7 +565,8 @@ class Session {
   const CudaMemory memory_, staging_;
   std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // by profile
   std::list<Repeated> repeated_;                              // last used first
-  int32_t written_ = 0;  // rows of present that are those of a full pass; any other pass overwrites some
+  int32_t kept_ = 0;                                          // rows a head in past: of all positions outside hole_
+  Range hole_{0, 0}, written_{0, 0};                          // written_: the positions that present's rows are of
 };
 
 class TensorRtContext final : public Context {
@@ -549,10 +586,11 @@ class TensorRtContext final : public Context {
     const CudaDevice::Use use(device_);
     session_->run(pass, use_of_cache);
   }
-  void keep_outside(int32_t first, int32_t last, int32_t length) override {
+  void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
-    session_->keep_outside(first, last, length);
+    session_->keep_outside(first, last);
   }
+  uint64_t cache_bytes() const override { return session_->cache_bytes(); }
 
  private:
   const CudaDevice& device_;

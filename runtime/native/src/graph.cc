@@ -26,27 +26,35 @@ std::string type_text(int32_t type, const Dims& dims) {
 
 size_t element_bytes(int32_t type) { return type == kInt64 ? 8 : type == kFloat16 || type == kBFloat16 ? 2 : 4; }
 
-std::array<int64_t, 4> Port::shape(int32_t tokens, int32_t cached, int32_t rows) const {
+std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const {
   std::array<int64_t, 4> out{};
   for (size_t i = 0; i < dims.size(); ++i) {
-    out[i] = dims[i] == kT ? tokens : dims[i] == kS ? cached : dims[i] == kR ? rows : dims[i];
+    switch (dims[i]) {
+      case kB: out[i] = batch; break;
+      case kT: out[i] = tokens; break;
+      case kS: out[i] = cached; break;
+      case kR: out[i] = rows; break;
+      default: out[i] = dims[i];
+    }
   }
   return out;
 }
 
-Ports list_ports(const GraphSpec& graph) {
+Ports list_ports(const GraphSpec& graph, int64_t batch) {
   const int64_t kv_heads = graph.cache.kv_heads, head_size = graph.cache.head_size;
   Ports ports;
-  ports.inputs = {{"input_ids", kInt64, {1, kT}}, {"position_ids", kInt64, {1, kT}}, {"score_rows", kInt64, {1, kR}}};
-  ports.outputs = {{"top_token", kInt32, {1, kR, graph.top_k}},
-                   {"top_prob", kFloat, {1, kR, graph.top_k}},
-                   {"entropy", kFloat, {1, kR}, true},
-                   {"logits", kFloat, {1, kR, graph.vocab_size}}};
+  ports.inputs = {{"input_ids", kInt64, {batch, kT}},
+                  {"position_ids", kInt64, {batch, kT}},
+                  {"score_rows", kInt64, {batch, kR}}};
+  ports.outputs = {{"top_token", kInt32, {batch, kR, graph.top_k}},
+                   {"top_prob", kFloat, {batch, kR, graph.top_k}},
+                   {"entropy", kFloat, {batch, kR}, true},
+                   {"logits", kFloat, {batch, kR, graph.vocab_size}}};
   for (int32_t i = 0; i < graph.cache.layers; ++i) {
     for (const char* const what : {"key.", "value."}) {
       const std::string name = what + std::to_string(i);
-      ports.inputs.push_back({"past_" + name, graph.cache_type, {1, kv_heads, kS, head_size}});
-      ports.outputs.push_back({"present_" + name, graph.cache_type, {1, kv_heads, kT, head_size}});
+      ports.inputs.push_back({"past_" + name, graph.cache_type, {batch, kv_heads, kS, head_size}});
+      ports.outputs.push_back({"present_" + name, graph.cache_type, {batch, kv_heads, kT, head_size}});
     }
   }
   return ports;
@@ -84,8 +92,8 @@ void check_finite(const float* top_probs, size_t count) {
 
 void check_pass(const dlm_pass& pass) {
   // No rows to score is refused too: ONNX Runtime before 1.31 then divides by zero in a kernel, which ends the process.
-  if (pass.tokens < 1 || pass.cached < 0 || pass.rows < 1) {
-    fail(DLM_INTERNAL, "a pass of %d tokens, %d cached and %d rows", pass.tokens, pass.cached, pass.rows);
+  if (pass.batch < 1 || pass.tokens < 1 || pass.cached < 0 || pass.rows < 1) {
+    fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows", pass.batch, pass.tokens, pass.cached, pass.rows);
   }
 }
 

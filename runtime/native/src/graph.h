@@ -18,7 +18,7 @@ enum ElementType : int32_t { kFloat = 1, kInt32 = 6, kInt64 = 7, kFloat16 = 10, 
 size_t element_bytes(int32_t type);
 
 // Sizes that change from pass to pass stand in a Port's dims as these; the others are numbers.
-enum Extent : int64_t { kT = -1, kS = -2, kR = -3 };
+enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4 };
 
 using Dims = std::vector<int64_t>;
 
@@ -29,8 +29,8 @@ struct Port {
   bool is_optional = false;
   bool is_there = false;
 
-  // The dims in a pass of T tokens, S cached ones and R rows; as many as dims has, at most 4.
-  std::array<int64_t, 4> shape(int32_t tokens, int32_t cached, int32_t rows) const;
+  // The dims in a pass of B requests, T tokens, S cached ones and R rows; as many as dims has, at most 4.
+  std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
 };
 
 // inputs: input_ids, position_ids, score_rows, then past_key.i and past_value.i of every layer;
@@ -40,7 +40,8 @@ struct Ports {
 };
 constexpr size_t kFirstPast = 3, kFirstPresent = 4;
 
-Ports list_ports(const GraphSpec& graph);
+// batch: kB, or the only B that the engine takes.
+Ports list_ports(const GraphSpec& graph, int64_t batch);
 
 // The port of this name, or nullptr.
 Port* find_port(std::vector<Port>& ports, const std::string& name);
@@ -54,7 +55,7 @@ void check_complete(const std::string& path, const char* kind, const std::vector
 
 [[noreturn]] void refuse_port(const std::string& path, const char* kind, const std::string& name, const std::string& reason);
 
-// NaN anywhere in the denoiser ends up in top_probs [R, K], and would choose tokens that mean nothing.
+// NaN anywhere in the denoiser ends up in top_probs [B, R, K], and would choose tokens that mean nothing.
 // Throws Error(DLM_ENGINE_FAILED).
 void check_finite(const float* top_probs, size_t count);
 

@@ -25,11 +25,15 @@ class Stopwatch {
 
 }  // namespace
 
-dlm_pass prepare_pass(const std::vector<int32_t>& canvas, int32_t first, int32_t last, Buffers& buffers) {
-  buffers.input_ids.assign(canvas.begin() + first, canvas.begin() + last);
-  buffers.position_ids.resize(static_cast<size_t>(last - first));
-  for (int32_t i = first; i < last; ++i) buffers.position_ids[static_cast<size_t>(i - first)] = i;
+dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first, int32_t last, Buffers& buffers) {
+  buffers.input_ids.clear();
+  buffers.position_ids.clear();
+  for (const std::vector<int32_t>* const canvas : canvases) {
+    buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + first, canvas->begin() + last);
+    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(i);
+  }
   dlm_pass pass{};
+  pass.batch = static_cast<int32_t>(canvases.size());
   pass.tokens = last - first;
   pass.input_ids = buffers.input_ids.data();
   pass.position_ids = buffers.position_ids.data();
@@ -40,41 +44,59 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, Buffers& buffers) 
   const size_t candidates = buffers.score_rows.size() * static_cast<size_t>(denoiser.top_k);
   buffers.top_tokens.resize(candidates);
   buffers.top_probs.resize(candidates);
-  pass.rows = static_cast<int32_t>(buffers.score_rows.size());
+  pass.rows = static_cast<int32_t>(buffers.score_rows.size() / static_cast<size_t>(pass.batch));
   pass.score_rows = buffers.score_rows.data();
   pass.top_tokens = buffers.top_tokens.data();
   pass.top_probs = buffers.top_probs.data();
 }
 
-void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers, int32_t tokens,
-                 int32_t cached, int32_t rows, double* seconds, size_t repeats) {
+void check_batch(const Engine& engine, int32_t batch) {
+  if (batch <= engine.max_batch()) return;
+  fail(DLM_UNSUPPORTED,
+       "a pass of %d requests, but the engine takes %d at a time: give max_batch = %d, or open the bundle with engine "
+       "\"onnxruntime\", which takes any number",
+       batch, engine.max_batch(), engine.max_batch());
+}
+
+void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers, int32_t batch,
+                 int32_t tokens, int32_t cached, int32_t rows, double* seconds, size_t repeats) {
   const int32_t longest = denoiser.max_canvas_length;
+  if (batch < 1 || batch > kMostRequests)
+    fail(DLM_INVALID_ARGUMENT, "a pass of %d requests: a batch has 1..%d", batch, kMostRequests);
   if (tokens < 1 || cached < 0 || rows < 1 || rows > tokens || tokens > longest || cached > longest - tokens)
     fail(DLM_INVALID_ARGUMENT,
          "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be 1 or more, with the cached ones at most %d, "
          "and rows in 1..tokens",
          tokens, cached, rows, longest);
   if (cached > 0 && !denoiser.has_cache) fail(DLM_UNSUPPORTED, "this denoiser keeps no keys and values: cached must be 0");
+  check_batch(engine, batch);
   const int32_t length = cached + tokens;
   if (rows > engine.max_rows(tokens, cached) || (cached > 0 && engine.max_rows(length, 0) < 1))
     fail(DLM_INVALID_ARGUMENT,
          "a pass of %d tokens over %d cached ones that scores %d rows, after a full pass of %d tokens, but the engine takes %s",
          tokens, cached, rows, length, engine.limits().c_str());
   if (repeats == 0) return;
-  std::vector<int32_t> canvas(static_cast<size_t>(length));
-  for (int32_t i = 0; i < length; ++i)
-    canvas[static_cast<size_t>(i)] = i >= cached && i < cached + rows ? denoiser.mask_token_id : i % denoiser.vocab_size;
+  std::vector<std::vector<int32_t>> made_up;
+  for (int32_t request = 0; request < batch; ++request) {
+    std::vector<int32_t>& canvas = made_up.emplace_back(static_cast<size_t>(length));
+    for (int32_t i = 0; i < length; ++i)
+      canvas[static_cast<size_t>(i)] =
+          i >= cached && i < cached + rows ? denoiser.mask_token_id : (i + request) % denoiser.vocab_size;
+  }
+  std::vector<const std::vector<int32_t>*> canvases;
+  for (const std::vector<int32_t>& canvas : made_up) canvases.push_back(&canvas);
   if (cached > 0) {
-    dlm_pass full = prepare_pass(canvas, 0, length, buffers);
-    buffers.score_rows.assign(1, 0);
+    dlm_pass full = prepare_pass(canvases, 0, length, buffers);
+    buffers.score_rows.assign(canvases.size(), 0);
     prepare_scores(denoiser, full, buffers);
     context.run(full, CacheUse::write);
-    context.keep_outside(cached, length, length);
+    context.keep_outside(cached, length);
   }
-  dlm_pass pass = prepare_pass(canvas, cached, length, buffers);
+  dlm_pass pass = prepare_pass(canvases, cached, length, buffers);
   pass.cached = cached;
-  buffers.score_rows.resize(static_cast<size_t>(rows));
-  std::iota(buffers.score_rows.begin(), buffers.score_rows.end(), 0);
+  buffers.score_rows.clear();
+  for (int32_t request = 0; request < batch; ++request)
+    for (int32_t row = 0; row < rows; ++row) buffers.score_rows.push_back(row);
   prepare_scores(denoiser, pass, buffers);
   for (size_t i = 0; i < repeats; ++i) {
     seconds[i] = 0;
@@ -83,8 +105,8 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   }
 }
 
-Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps)
-    : denoiser_(denoiser), policy_(policy), canvas_(std::move(canvas)) {
+Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps, std::string name)
+    : denoiser_(denoiser), policy_(policy), name_(std::move(name)), canvas_(std::move(canvas)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
   const auto length = static_cast<int32_t>(canvas_.size());
@@ -107,21 +129,22 @@ Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int
     block.steps = steps > 0                      ? even_count(steps, number, count)
                   : policy_.steps_per_block > 0 ? policy_.steps_per_block
                                                  : block_length;
-    if (block.masked > 0) blocks_.push_back(block);
+    if (block.masked == 0) continue;
+    const int32_t last = policy_.cache == Cache::prefix ? length : block.end;
+    block.opening = {0, length};
+    block.rest = policy_.cache == Cache::none ? block.opening : Range{block.start, last};
+    if (policy_.refresh > 0 && !blocks_.empty())
+      block.opening = {std::max(0, std::min(block.start - policy_.refresh, blocks_.back().start)), last};
+    blocks_.push_back(block);
   }
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
 }
 
-Request::Range Request::range(const Block& block, bool is_full) const {
-  const auto length = static_cast<int32_t>(canvas_.size());
-  if (is_full) return {0, length};
-  return {block.start, policy_.cache == Cache::prefix ? length : block.end};
-}
-
 void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
-  const auto check = [&](int32_t tokens, int32_t rows, const char* advice) {
+  const auto check = [&](Range range, int32_t rows, const char* advice) {
+    const int32_t tokens = range.tokens();
     const int32_t most = engine.max_rows(tokens, length - tokens);
     if (rows <= most) return;
     fail(DLM_INVALID_ARGUMENT,
@@ -129,73 +152,47 @@ void Request::check_limits(const Engine& engine) const {
          "the engine again with a larger --canvas or --block",
          tokens, length - tokens, rows, engine.limits().c_str(), advice);
   };
+  const bool is_prefix = policy_.cache == Cache::prefix;
   for (const Block& block : blocks_) {
-    check(length, block.masked, "choose a shorter canvas or a smaller block_length");
-    if (policy_.cache == Cache::none || block.masked < 2) continue;  // a block of one is done after its full pass
-    const Range rest = range(block, false);
-    check(rest.last - rest.first, block.masked - 1,
-          policy_.cache == Cache::prefix ? "choose cache = \"dual\"" : "choose a smaller block_length");
+    check(block.opening, block.masked,
+          block.opening.tokens() == length ? "choose a shorter canvas or a smaller block_length"
+          : is_prefix                      ? "choose cache = \"dual\", or refresh = 0"
+                                           : "choose a smaller refresh or block_length, or refresh = 0");
+    if (policy_.cache == Cache::none || block.masked < 2) continue;  // a block of one is done after its opening pass
+    check(block.rest, block.masked - 1, is_prefix ? "choose cache = \"dual\"" : "choose a smaller block_length");
   }
 }
 
-void Request::step(Context& context, Buffers& buffers) {
-  if (done()) return;
-  const Stopwatch total(stats_.total_s);
-  const Block& block = blocks_[block_];
+bool Request::fits(const Request& other) const {
+  const auto same = [](const Block& one, const Block& two) { return one.start == two.start && one.end == two.end; };
+  if (canvas_.size() != other.canvas_.size()) return false;
+  return policy_.cache == Cache::none ||
+         std::equal(blocks_.begin(), blocks_.end(), other.blocks_.begin(), other.blocks_.end(), same);
+}
+
+size_t Request::find_masked() {
   positions_.clear();
-  for (int32_t i = block.start; i < block.end; ++i)
+  for (int32_t i = block().start; i < block().end; ++i)
     if (canvas_[static_cast<size_t>(i)] == denoiser_.mask_token_id) positions_.push_back(i);
-  const bool is_full = block_step_ == 0 || policy_.cache == Cache::none;
-  run_pass(context, buffers, range(block, is_full), is_full);
-  {
-    const Stopwatch timer(stats_.selection_s);
-    score(buffers, is_full);
-    commit(buffers);
-  }
+  return positions_.size();
+}
+
+void Request::step(const Candidates& candidates, Buffers& buffers) {
+  ++nfe_;
+  score(candidates, buffers);
+  commit(candidates, buffers);
   ++block_step_;
-  view_start_ = block.start;
-  view_end_ = block.end;
+  view_start_ = block().start;
+  view_end_ = block().end;
   if (committed_ == static_cast<int32_t>(positions_.size())) finish_block();
 }
 
-void Request::run_pass(Context& context, Buffers& buffers, Range range, bool is_full) {
-  const auto length = static_cast<int32_t>(canvas_.size());
-  dlm_pass pass = prepare_pass(canvas_, range.first, range.last, buffers);
-  pass.cached = length - pass.tokens;
-  buffers.score_rows.resize(positions_.size());
-  for (size_t i = 0; i < positions_.size(); ++i)
-    buffers.score_rows[i] = std::max(positions_[i] - denoiser_.shift, 0) - range.first;
-  prepare_scores(denoiser_, pass, buffers);
-  buffers.entropy.resize(positions_.size());
-  pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
-  const CacheUse use = policy_.cache == Cache::none ? CacheUse::none
-                       : is_full                   ? CacheUse::write
-                       : pass.cached > 0           ? CacheUse::read
-                                                   : CacheUse::none;
-  if (use == CacheUse::write) past_is_current_ = false;
-  if (use == CacheUse::read && !past_is_current_) {
-    const Stopwatch timer(stats_.cache_s);
-    context.keep_outside(range.first, range.last, length);
-    past_is_current_ = true;
-  }
-  if (!is_full) {
-    const CacheShape cache = denoiser_.cache();
-    const uint64_t held = 2 * static_cast<uint64_t>(cache.layers) * (cache.layer_bytes(length) + cache.layer_bytes(pass.cached));
-    stats_.cache_bytes = std::max(stats_.cache_bytes, held);
-  }
-  {
-    const Stopwatch timer(use == CacheUse::write ? stats_.prefill_s : stats_.passes_s);
-    context.run(pass, use);
-  }
-  ++stats_.nfe;
-}
-
-void Request::score(Buffers& buffers, bool is_full) {
+void Request::score(const Candidates& candidates, Buffers& buffers) const {
   const auto top_k = static_cast<size_t>(denoiser_.top_k);
   buffers.scores.resize(positions_.size());
   for (size_t i = 0; i < positions_.size(); ++i) {
-    const int32_t token = buffers.top_tokens[i * top_k];
-    const float best = buffers.top_probs[i * top_k], second = buffers.top_probs[i * top_k + 1];
+    const int32_t token = candidates.tokens[i * top_k];
+    const float best = candidates.probs[i * top_k], second = candidates.probs[i * top_k + 1];
     if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
       fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[i]);
     double& score = buffers.scores[i];
@@ -207,10 +204,10 @@ void Request::score(Buffers& buffers, bool is_full) {
         score = best - second;
         break;
       case Score::entropy:
-        score = buffers.entropy[i];
+        score = candidates.entropy[i];
         break;
       case Score::random:
-        score = random_score(policy_.seed, static_cast<uint32_t>(stats_.nfe - 1), static_cast<uint32_t>(positions_[i]));
+        score = random_score(policy_.seed, static_cast<uint32_t>(nfe_ - 1), static_cast<uint32_t>(positions_[i]));
         break;
     }
     if (!std::isfinite(best) || !std::isfinite(score))
@@ -218,17 +215,17 @@ void Request::score(Buffers& buffers, bool is_full) {
            "the denoiser's prediction at position %d is not finite: weights are damaged, or overflow at this precision",
            positions_[i]);
   }
-  // Cached passes of a shifted denoiser lack the row before the block, which predicts its first position: that position
-  // is taken as sure in the full pass, so that it commits there.
-  const bool is_first_masked = positions_[0] == blocks_[block_].start;
-  if (is_full && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_masked) {
+  // Of a block's passes, over a cache and a shifted denoiser, only the opening one has the row before the block, which predicts
+  // its first position: that position is taken as sure there, so that it commits.
+  const bool is_first_masked = positions_[0] == block().start;
+  if (block_step_ == 0 && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_masked) {
     // Never below another, whatever the graph calls a probability: left masked, it would be scored by row -1.
     const double best = *std::max_element(buffers.scores.begin(), buffers.scores.end());
     buffers.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
 }
 
-void Request::commit(Buffers& buffers) {
+void Request::commit(const Candidates& candidates, Buffers& buffers) {
   const Block& block = blocks_[block_];
   const auto masked = static_cast<int32_t>(positions_.size());
   const int32_t planned = policy_.commit == Commit::timestep
@@ -240,7 +237,7 @@ void Request::commit(Buffers& buffers) {
   for (size_t rank = 0; rank < buffers.order.size(); ++rank) {
     const auto row = static_cast<size_t>(buffers.order[rank]);
     const auto position = static_cast<size_t>(positions_[row]);
-    const int32_t token = buffers.top_tokens[row * static_cast<size_t>(denoiser_.top_k)];
+    const int32_t token = candidates.tokens[row * static_cast<size_t>(denoiser_.top_k)];
     if (rank < static_cast<size_t>(committed_)) {
       canvas_[position] = token;
     } else {
@@ -273,10 +270,85 @@ dlm_step Request::view() const {
   step.length = static_cast<int32_t>(canvas_.size());
   step.block_start = view_start_;
   step.block_end = view_end_;
-  step.nfe = stats_.nfe;
+  step.nfe = nfe_;
   step.committed = committed_;
   step.done = done() ? 1 : 0;
   return step;
+}
+
+bool Batch::done() const {
+  return std::all_of(requests_.begin(), requests_.end(), [](const Request& request) { return request.done(); });
+}
+
+void Batch::step(Context& context, Buffers& buffers) {
+  if (done()) return;
+  const Stopwatch total(stats_.total_s);
+  const std::vector<Turn> turns = find_turns();
+  const dlm_pass pass = run_pass(turns, context, buffers);
+  const Stopwatch timer(stats_.selection_s);
+  for (const Turn& turn : turns) {
+    const size_t first = turn.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
+    const Candidates candidates{pass.top_tokens + candidate, pass.top_probs + candidate, buffers.entropy.data() + first};
+    with_name(turn.request->name(), [&] { turn.request->step(candidates, buffers); });
+  }
+}
+
+// Who takes part in the next pass, all of them over the same range.
+std::vector<Batch::Turn> Batch::find_turns() {
+  const bool has_cache = policy_.cache != Cache::none;
+  const Request* slowest = nullptr;
+  for (const Request& request : requests_)
+    if (!request.done() && (slowest == nullptr || request.block_number() < slowest->block_number())) slowest = &request;
+  // Those that wait keep their rows in the cache until a pass writes all of it anew, when none waits.
+  const bool is_full = slowest->block().opening.tokens() == static_cast<int32_t>(slowest->canvas().size());
+  if (!has_cache || (is_full && slowest->block_step() == 0)) {
+    rows_.clear();
+    for (size_t i = 0; i < requests_.size(); ++i)
+      if (!requests_[i].done()) rows_.push_back(i);
+  }
+  std::vector<Turn> turns;
+  for (size_t row = 0; row < rows_.size(); ++row) {
+    Request& request = requests_[rows_[row]];
+    if (request.done() || (has_cache && request.block_number() != slowest->block_number())) continue;
+    turns.push_back({&request, row});
+  }
+  return turns;
+}
+
+dlm_pass Batch::run_pass(const std::vector<Turn>& turns, Context& context, Buffers& buffers) {
+  const Request& any = *turns.front().request;
+  const auto length = static_cast<int32_t>(any.canvas().size());
+  const bool is_opening = any.block_step() == 0;
+  const Request::Range range = is_opening ? any.block().opening : any.block().rest;
+  std::vector<const std::vector<int32_t>*> canvases;
+  for (const size_t number : rows_) canvases.push_back(&requests_[number].canvas());
+  dlm_pass pass = prepare_pass(canvases, range.first, range.last, buffers);
+  pass.cached = length - pass.tokens;
+  size_t most = 0;
+  for (const Turn& turn : turns) most = std::max(most, turn.request->find_masked());
+  buffers.score_rows.assign(rows_.size() * most, 0);  // a place that exists, where a request has fewer
+  for (const Turn& turn : turns) {
+    int64_t* row = buffers.score_rows.data() + turn.row * most;
+    for (const int32_t position : turn.request->masked()) *row++ = std::max(position - denoiser_.shift, 0) - range.first;
+  }
+  prepare_scores(denoiser_, pass, buffers);
+  buffers.entropy.resize(buffers.score_rows.size());
+  pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
+  const bool has_cache = policy_.cache != Cache::none;
+  const CacheUse use = pass.cached == 0 ? (has_cache && is_opening ? CacheUse::write : CacheUse::none)
+                       : is_opening     ? CacheUse::refresh
+                                        : CacheUse::read;
+  if (pass.cached > 0 && any.block_step() < 2) {  // a block's other passes read what its second one does
+    const Stopwatch timer(stats_.cache_s);
+    context.keep_outside(range.first, range.last);
+  }
+  {
+    const Stopwatch timer(has_cache && is_opening ? stats_.prefill_s : stats_.passes_s);
+    context.run(pass, use);
+  }
+  if (has_cache) stats_.cache_bytes = std::max(stats_.cache_bytes, context.cache_bytes());
+  ++stats_.nfe;
+  return pass;
 }
 
 }  // namespace dlm

@@ -12,11 +12,15 @@
 
 // Opaque to us; the names are the official ones, so that the check can compare signatures.
 struct OrtAllocator;
+struct OrtCustomOpDomain;
 struct OrtEnv;
+struct OrtKernelContext;
+struct OrtKernelInfo;
 struct OrtMemoryInfo;
 struct OrtRunOptions;
 struct OrtSession;
 struct OrtSessionOptions;
+struct OrtShapeInferContext;
 struct OrtStatus;
 struct OrtTensorTypeAndShapeInfo;
 struct OrtTypeInfo;
@@ -34,6 +38,7 @@ struct ApiBase {
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
 enum ErrorCode : int { kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7, kNotImplemented = 9, kInvalidGraph = 10 };
+constexpr int kInvalidArgument = 2;  // OrtErrorCode, as kernels report one
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
@@ -47,7 +52,10 @@ struct Entry {
 };
 
 
+struct CustomOp;
+
 // clang-format off
+using CreateStatus = Entry<0, OrtStatus*(int code, const char* message)>;
 using GetErrorCode = Entry<1, int(const OrtStatus*)>;
 using GetErrorMessage = Entry<2, const char*(const OrtStatus*)>;
 using CreateEnv = Entry<3, OrtStatus*(int level, const char* log_id, OrtEnv**)>;
@@ -62,6 +70,9 @@ using SetSessionLogSeverityLevel = Entry<22, OrtStatus*(OrtSessionOptions*, int 
 using SetSessionGraphOptimizationLevel = Entry<23, OrtStatus*(OrtSessionOptions*, int level)>;
 using SetIntraOpNumThreads = Entry<24, OrtStatus*(OrtSessionOptions*, int threads)>;
 using SetInterOpNumThreads = Entry<25, OrtStatus*(OrtSessionOptions*, int threads)>;
+using CreateCustomOpDomain = Entry<26, OrtStatus*(const char* domain, OrtCustomOpDomain**)>;
+using CustomOpDomainAdd = Entry<27, OrtStatus*(OrtCustomOpDomain*, const CustomOp*)>;
+using AddCustomOpDomain = Entry<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using SessionGetInputCount = Entry<30, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetOutputCount = Entry<31, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetInputTypeInfo = Entry<33, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
@@ -70,22 +81,66 @@ using SessionGetInputName = Entry<36, OrtStatus*(const OrtSession*, size_t index
 using SessionGetOutputName = Entry<37, OrtStatus*(const OrtSession*, size_t index, OrtAllocator*, char**)>;
 using CreateTensorWithDataAsOrtValue = Entry<49, OrtStatus*(const OrtMemoryInfo*, void* data, size_t bytes,
                                                             const int64_t* shape, size_t rank, int type, OrtValue**)>;
+using GetTensorMutableData = Entry<51, OrtStatus*(OrtValue*, void**)>;
 using CastTypeInfoToTensorInfo = Entry<55, OrtStatus*(const OrtTypeInfo*, const OrtTensorTypeAndShapeInfo**)>;
 using GetTensorElementType = Entry<60, OrtStatus*(const OrtTensorTypeAndShapeInfo*, int*)>;
 using GetDimensionsCount = Entry<61, OrtStatus*(const OrtTensorTypeAndShapeInfo*, size_t*)>;
 using GetDimensions = Entry<62, OrtStatus*(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t rank)>;
+using GetTensorTypeAndShape = Entry<65, OrtStatus*(const OrtValue*, OrtTensorTypeAndShapeInfo**)>;
 using CreateCpuMemoryInfo = Entry<69, OrtStatus*(int allocator_type, int memory_type, OrtMemoryInfo**)>;
+using AllocatorAlloc = Entry<75, OrtStatus*(OrtAllocator*, size_t, void**)>;
 using AllocatorFree = Entry<76, OrtStatus*(OrtAllocator*, void*)>;
 using GetAllocatorWithDefaultOptions = Entry<78, OrtStatus*(OrtAllocator**)>;
+using KernelInfoGetAttributeInt64 = Entry<86, OrtStatus*(const OrtKernelInfo*, const char* name, int64_t*)>;
+using KernelContextGetInput = Entry<90, OrtStatus*(const OrtKernelContext*, size_t index, const OrtValue**)>;
+using KernelContextGetOutput = Entry<91, OrtStatus*(OrtKernelContext*, size_t index, const int64_t* shape, size_t rank,
+                                                    OrtValue**)>;
 using ReleaseEnv = Entry<92, void(OrtEnv*)>;
 using ReleaseStatus = Entry<93, void(OrtStatus*)>;
 using ReleaseMemoryInfo = Entry<94, void(OrtMemoryInfo*)>;
 using ReleaseSession = Entry<95, void(OrtSession*)>;
 using ReleaseValue = Entry<96, void(OrtValue*)>;
 using ReleaseTypeInfo = Entry<98, void(OrtTypeInfo*)>;
+using ReleaseTensorTypeAndShapeInfo = Entry<99, void(OrtTensorTypeAndShapeInfo*)>;
 using ReleaseSessionOptions = Entry<100, void(OrtSessionOptions*)>;
+using ReleaseCustomOpDomain = Entry<101, void(OrtCustomOpDomain*)>;
 using AddSessionConfigEntry = Entry<130, OrtStatus*(OrtSessionOptions*, const char* key, const char* value)>;
+using ReleaseAllocator = Entry<132, void(OrtAllocator*)>;
+using KernelInfoGetAttributeArrayInt64 = Entry<163, OrtStatus*(const OrtKernelInfo*, const char* name, int64_t*, size_t*)>;
+using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
+using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
+                                                       size_t batches, void* user)>;
 // clang-format on
+
+// OrtCustomOp: an operator of ours, as the library asks for it. What ends in V2 is used instead of the entry without.
+struct CustomOp {
+  uint32_t version;  // of the table that the entries below are from
+  void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
+  const char* (*get_name)(const CustomOp*);
+  const char* (*get_provider)(const CustomOp*);  // null: the CPU's
+  int (*get_input_type)(const CustomOp*, size_t);
+  size_t (*get_input_count)(const CustomOp*);
+  int (*get_output_type)(const CustomOp*, size_t);
+  size_t (*get_output_count)(const CustomOp*);
+  void (*compute)(void*, OrtKernelContext*);
+  void (*destroy_kernel)(void*);
+  int (*get_input_kind)(const CustomOp*, size_t);   // 0: required
+  int (*get_output_kind)(const CustomOp*, size_t);
+  int (*get_input_memory)(const CustomOp*, size_t);
+  int (*get_variadic_input_minimum)(const CustomOp*);
+  int (*get_variadic_input_homogeneity)(const CustomOp*);
+  int (*get_variadic_output_minimum)(const CustomOp*);
+  int (*get_variadic_output_homogeneity)(const CustomOp*);
+  OrtStatus* (*create_kernel_v2)(const CustomOp*, const void* api, const OrtKernelInfo*, void** kernel);
+  OrtStatus* (*compute_v2)(void* kernel, OrtKernelContext*);
+  OrtStatus* (*infer_shape)(const CustomOp*, OrtShapeInferContext*);
+  int (*get_start_version)(const CustomOp*);
+  int (*get_end_version)(const CustomOp*);
+  size_t (*get_may_inplace)(int**, int**);
+  void (*release_may_inplace)(int*, int*);
+  size_t (*get_alias_map)(int**, int**);
+  void (*release_alias_map)(int*, int*);
+};
 
 // OrtApi as what it is to us: numbered slots.
 class Api {

@@ -75,6 +75,7 @@ Policy check_policy(const dlm_policy& p) {
   out.stop_at_eos = choice("stop", p.stop) == 1;
   out.block_length = static_cast<int32_t>(number("block_length", p.block_length, 0, 1 << 24));
   out.steps_per_block = static_cast<int32_t>(number("steps_per_block", p.steps_per_block, 0, 1 << 24));
+  out.refresh = static_cast<int32_t>(number("refresh", p.refresh, 0, 1 << 24));
   out.threshold = number("threshold", p.threshold, 0, 1);
   out.factor = number("factor", p.factor, 0, 1e9);
   out.entropy_bound = number("entropy_bound", p.entropy_bound, 0, 1e9);
@@ -82,6 +83,10 @@ Policy check_policy(const dlm_policy& p) {
   out.seed = p.seed;
   if (p.temperature != 0)
     fail(DLM_UNSUPPORTED, "policy: temperature = %g, but this version decodes at temperature 0 only (argmax)", p.temperature);
+  if (out.refresh > 0 && out.cache == Cache::none)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: refresh = %d, but cache = \"none\" keeps no rows to refresh: use cache = \"prefix\" or \"dual\", or refresh = 0",
+         out.refresh);
   const bool wants_fraction =
       out.commit == Commit::threshold || out.commit == Commit::dynamic || out.commit == Commit::factor;
   if (wants_fraction && out.score == Score::entropy)

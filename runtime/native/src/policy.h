@@ -24,6 +24,7 @@ struct Policy {
   bool stop_at_eos;
   int32_t block_length;     // 0: the whole generation
   int32_t steps_per_block;  // 0: one a token
+  int32_t refresh;          // 0: every block starts with a full pass
   double threshold, factor, entropy_bound, timestep_eps;
   uint64_t seed;
 

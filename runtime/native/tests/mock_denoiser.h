@@ -1,6 +1,6 @@
-// A denoiser that is pure arithmetic over all that a pass sees: ids, positions, and every byte of the cached rows in their
-// order. The mock of TensorRT computes it on "device" memory and the driver's callback engine on the loop's: canvases are
-// equal only if every byte reached its place.
+// A denoiser that is pure arithmetic over all that a pass sees: ids, positions, and every byte of the cached rows, whose order
+// within a head is free, as in attention, but the same for its keys and values. The mock of TensorRT computes it on "device"
+// memory and the driver's callback engine on the loop's: canvases are equal only if every byte reached its place.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,17 @@ inline void denoise(const Shape& shape, const Pass& pass) {
   for (int32_t i = 0; i < pass.tokens; ++i)
     seen = mix(mix(seen, static_cast<uint64_t>(pass.ids[i])), static_cast<uint64_t>(pass.positions[i]));
   const auto bytes = [&](int32_t rows) { return static_cast<int64_t>(shape.kv_heads) * rows * shape.row_bytes; };
-  for (const uint8_t* const past : pass.past)
-    for (int64_t i = 0; i < bytes(pass.cached); ++i) seen = mix(seen, past[i]);
+  for (size_t layer = 0; 2 * layer < pass.past.size(); ++layer)
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      uint64_t rows = 0;
+      for (int64_t row = head * pass.cached; row < (head + 1) * pass.cached; ++row) {
+        uint64_t one = 1;
+        for (const uint8_t* const past : {pass.past[2 * layer], pass.past[2 * layer + 1]})
+          for (int64_t i = row * shape.row_bytes; i < (row + 1) * shape.row_bytes; ++i) one = mix(one, past[i]);
+        rows += one;
+      }
+      seen = mix(seen, rows);
+    }
   for (size_t tensor = 0; tensor < pass.present.size(); ++tensor)
     for (int64_t i = 0; i < bytes(pass.tokens); ++i) {
       const int64_t row = i / shape.row_bytes % pass.tokens, head = i / shape.row_bytes / pass.tokens;

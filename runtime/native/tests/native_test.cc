@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -264,48 +266,95 @@ void test_callback_engine(Tally& tally) {
   CHECK_ERROR(dlm::make_callback(nullptr, nullptr, cache), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
 }
 
-// Rows of a full pass go on to reading passes without those of the block; bytes are told apart by layer, kind, head and row.
+// What passes read after a full one and one that refreshes: every row that was kept, once, in any order, that of the last pass
+// which wrote it. Rows are told apart by layer, head (of all requests of a batch), position and pass, keys and values by kind.
 void test_host_contexts(Tally& tally) {
+  constexpr int kLayers = 2, kHeads = 3, kRowBytes = 6;
   struct Seen {
     int passes = 0, wrong = 0;
+    std::map<int, int> wanted;  // position of a cached row: the pass that wrote it
+    const char* start = nullptr;
   } seen;
   const dlm_pass_fn run = [](void* user, const dlm_pass* pass) -> dlm_status {
     auto& noted = *static_cast<Seen*>(user);
-    const auto byte = [](int layer, int kind, int head, int row) { return static_cast<char>(64 * layer + 32 * kind + 16 * head + row); };
-    noted.wrong += pass->layers != 2 || pass->past_keys == nullptr || pass->past_values == nullptr;
-    noted.wrong += (pass->present_keys != nullptr) != (noted.passes == 0) || (pass->present_values != nullptr) != (noted.passes == 0);
-    for (int layer = 0; layer < 2; ++layer)
-      for (int kind = 0; kind < 2; ++kind)
-        for (int head = 0; head < 2; ++head) {
-          if (noted.passes == 0) {
-            char* const rows = static_cast<char*>((kind == 0 ? pass->present_keys : pass->present_values)[layer]);
-            for (int row = 0; row < 10; ++row) std::memset(rows + (head * 10 + row) * 6, byte(layer, kind, head, row), 6);
-          }
-          const void* const past = (kind == 0 ? pass->past_keys : pass->past_values)[layer];
-          if (pass->cached == 0) noted.wrong += past != nullptr;
+    ++noted.passes;
+    noted.wrong += pass->layers != kLayers || pass->past_keys == nullptr || pass->past_values == nullptr;
+    noted.wrong += pass->cached != static_cast<int>(noted.wanted.size());
+    const bool is_written = pass->present_keys != nullptr;
+    for (int layer = 0; layer < kLayers; ++layer)
+      for (int kind = 0; kind < 2; ++kind) {
+        const auto* const past = static_cast<const char*>((kind == 0 ? pass->past_keys : pass->past_values)[layer]);
+        if (pass->cached == 0) noted.wrong += past != nullptr;
+        for (int head = 0; head < pass->batch * kHeads; ++head) {
+          const char code = static_cast<char>(64 * layer + 32 * kind + head);
+          std::map<int, int> there;
           for (int row = 0; row < pass->cached; ++row) {
-            const char* const rows = static_cast<const char*>(past) + (head * pass->cached + row) * 6;
-            for (int i = 0; i < 6; ++i) noted.wrong += rows[i] != byte(layer, kind, head, row < 3 ? row : row + 3);
+            const char* const bytes = past + (head * pass->cached + row) * kRowBytes;
+            there[bytes[0]] = bytes[1];
+            for (int i = 2; i < kRowBytes; ++i) noted.wrong += bytes[i] != code;
+          }
+          noted.wrong += pass->cached > 0 && there != noted.wanted;
+          if (!is_written) continue;
+          auto* const present = static_cast<char*>((kind == 0 ? pass->present_keys : pass->present_values)[layer]);
+          for (int row = 0; row < pass->tokens; ++row) {
+            char* const bytes = present + (head * pass->tokens + row) * kRowBytes;
+            std::memset(bytes, code, kRowBytes);
+            bytes[0] = static_cast<char>(pass->position_ids[row]);
+            bytes[1] = static_cast<char>(noted.passes);
+          }
+          if (layer + kind + head == 0) {
+            // One copy: new rows are behind the others.
+            const char* const start = present - pass->batch * kHeads * pass->cached * kRowBytes;
+            noted.wrong += noted.start != nullptr && start != noted.start;
+            noted.start = start;
           }
         }
-    ++noted.passes;
+      }
     return DLM_OK;
   };
-  const auto engine = dlm::make_callback(run, &seen, {2, 2, 3, 2});
+  const auto engine = dlm::make_callback(run, &seen, {kLayers, kHeads, 3, 2});
   const auto context = engine->open_context();
-  dlm_pass pass{};
-  pass.tokens = 10;
-  context->run(pass, dlm::CacheUse::write);
-  context->keep_outside(3, 6, 10);
-  pass.tokens = 3, pass.cached = 7;
-  context->run(pass, dlm::CacheUse::read);
-  context->run(pass, dlm::CacheUse::read);
-  pass.tokens = 10, pass.cached = 0;
-  context->run(pass, dlm::CacheUse::none);
-  CHECK(seen.passes == 4 && seen.wrong == 0);
-  CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty());
+  std::vector<int64_t> positions(20);
+  std::iota(positions.begin(), positions.end(), 0);
+  std::vector<int> written(20);  // by position
+  int batch = 0;
+  const auto make = [&](int first, int last, int length, dlm::CacheUse use) {
+    const bool reads = use == dlm::CacheUse::read || use == dlm::CacheUse::refresh;
+    seen.wanted.clear();
+    for (int i = 0; reads && i < length; ++i)
+      if (i < first || i >= last) seen.wanted[i] = written[static_cast<size_t>(i)];
+    dlm_pass pass{};
+    pass.batch = batch, pass.tokens = last - first, pass.cached = reads ? length - pass.tokens : 0;
+    pass.position_ids = positions.data() + first;
+    context->run(pass, use);
+    if (use == dlm::CacheUse::write || use == dlm::CacheUse::refresh)
+      std::fill(written.begin() + first, written.begin() + last, seen.passes);
+  };
+  using dlm::CacheUse;
+  for (const auto& [requests, length] : {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // smaller ones next, in the same memory
+    const int behind = length - 2;
+    batch = requests;
+    make(0, length, length, CacheUse::write);
+    CHECK(context->cache_bytes() == static_cast<uint64_t>(2 * kLayers * batch * kHeads * length * kRowBytes));
+    context->keep_outside(3, 6);
+    make(3, 6, length, CacheUse::read);
+    make(3, 6, length, CacheUse::read);
+    context->keep_outside(1, 9);
+    make(1, 9, length, CacheUse::refresh);
+    context->keep_outside(6, 9);
+    make(6, 9, length, CacheUse::read);
+    context->keep_outside(5, behind);
+    make(5, behind, length, CacheUse::refresh);
+    context->keep_outside(4, length);  // straight from one pass that refreshes to the next
+    make(4, length, length, CacheUse::refresh);
+    context->keep_outside(behind, length);
+    make(behind, length, length, CacheUse::read);
+    make(0, length, length, CacheUse::none);
+  }
+  CHECK(seen.passes == 27 && seen.wrong == 0);
+  CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() && engine->max_batch() == INT32_MAX);
   const auto none = dlm::make_none({2, 2, 3, 2});
-  CHECK_ERROR(none->open_context()->run(pass, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
+  CHECK_ERROR(none->open_context()->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
 void test_tensorrt_plans(Tally& tally) {

@@ -18,10 +18,18 @@
 
 namespace {
 
-// A type as ort_api.h writes it: enums are int, and noexcept is left out.
+// A type as ort_api.h writes it: enums are int, noexcept is left out, and tables that we look up ourselves are void.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;
+};
+template <>
+struct Plain<const OrtApi> {
+  using type = const void;
+};
+template <>
+struct Plain<const OrtCustomOp> {
+  using type = const dlm::ort::CustomOp;
 };
 template <class T>
 struct Plain<T*> {
@@ -41,10 +49,12 @@ constexpr bool same_function = std::is_same_v<typename Ours::Pointer, typename P
 
 static_assert(ORT_API_VERSION >= dlm::ort::kApiVersion, "the header is older than the table that we ask for");
 
-#define CHECK_SLOT(name)                                                                                        \
-  static_assert(offsetof(OrtApi, name) == dlm::ort::name::slot * sizeof(void*), "another slot: " #name);        \
-  static_assert(same_function<dlm::ort::name, decltype(OrtApi::name)>, "another signature: " #name)
+#define CHECK_SLOT_OF(ours, theirs)                                                                                  \
+  static_assert(offsetof(OrtApi, theirs) == dlm::ort::ours::slot * sizeof(void*), "another slot: " #theirs);         \
+  static_assert(same_function<dlm::ort::ours, decltype(OrtApi::theirs)>, "another signature: " #theirs)
+#define CHECK_SLOT(name) CHECK_SLOT_OF(name, name)
 
+CHECK_SLOT(CreateStatus);
 CHECK_SLOT(GetErrorCode);
 CHECK_SLOT(GetErrorMessage);
 CHECK_SLOT(CreateEnv);
@@ -57,6 +67,9 @@ CHECK_SLOT(SetSessionLogSeverityLevel);
 CHECK_SLOT(SetSessionGraphOptimizationLevel);
 CHECK_SLOT(SetIntraOpNumThreads);
 CHECK_SLOT(SetInterOpNumThreads);
+CHECK_SLOT(CreateCustomOpDomain);
+CHECK_SLOT_OF(CustomOpDomainAdd, CustomOpDomain_Add);
+CHECK_SLOT(AddCustomOpDomain);
 CHECK_SLOT(SessionGetInputCount);
 CHECK_SLOT(SessionGetOutputCount);
 CHECK_SLOT(SessionGetInputTypeInfo);
@@ -64,21 +77,69 @@ CHECK_SLOT(SessionGetOutputTypeInfo);
 CHECK_SLOT(SessionGetInputName);
 CHECK_SLOT(SessionGetOutputName);
 CHECK_SLOT(CreateTensorWithDataAsOrtValue);
+CHECK_SLOT(GetTensorMutableData);
 CHECK_SLOT(CastTypeInfoToTensorInfo);
 CHECK_SLOT(GetTensorElementType);
 CHECK_SLOT(GetDimensionsCount);
 CHECK_SLOT(GetDimensions);
+CHECK_SLOT(GetTensorTypeAndShape);
 CHECK_SLOT(CreateCpuMemoryInfo);
+CHECK_SLOT(AllocatorAlloc);
 CHECK_SLOT(AllocatorFree);
 CHECK_SLOT(GetAllocatorWithDefaultOptions);
+CHECK_SLOT_OF(KernelInfoGetAttributeInt64, KernelInfoGetAttribute_int64);
+CHECK_SLOT_OF(KernelContextGetInput, KernelContext_GetInput);
+CHECK_SLOT_OF(KernelContextGetOutput, KernelContext_GetOutput);
 CHECK_SLOT(ReleaseEnv);
 CHECK_SLOT(ReleaseStatus);
 CHECK_SLOT(ReleaseMemoryInfo);
 CHECK_SLOT(ReleaseSession);
 CHECK_SLOT(ReleaseValue);
 CHECK_SLOT(ReleaseTypeInfo);
+CHECK_SLOT(ReleaseTensorTypeAndShapeInfo);
 CHECK_SLOT(ReleaseSessionOptions);
+CHECK_SLOT(ReleaseCustomOpDomain);
 CHECK_SLOT(AddSessionConfigEntry);
+CHECK_SLOT(ReleaseAllocator);
+CHECK_SLOT_OF(KernelInfoGetAttributeArrayInt64, KernelInfoGetAttributeArray_int64);
+CHECK_SLOT_OF(KernelContextGetAllocator, KernelContext_GetAllocator);
+CHECK_SLOT_OF(KernelContextParallelFor, KernelContext_ParallelFor);
+
+// OrtCustomOp grows at its end only, and a library reads as much of it as its version says.
+static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));
+static_assert(std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);
+static_assert(offsetof(dlm::ort::CustomOp, version) == offsetof(OrtCustomOp, version));
+
+#define CHECK_FIELD(ours, theirs)                                                                                       \
+  static_assert(offsetof(dlm::ort::CustomOp, ours) == offsetof(OrtCustomOp, theirs), "another place: " #theirs);        \
+  static_assert(std::is_same_v<decltype(dlm::ort::CustomOp::ours), Plain<decltype(OrtCustomOp::theirs)>::type>,         \
+                "another signature: " #theirs)
+
+CHECK_FIELD(create_kernel, CreateKernel);
+CHECK_FIELD(get_name, GetName);
+CHECK_FIELD(get_provider, GetExecutionProviderType);
+CHECK_FIELD(get_input_type, GetInputType);
+CHECK_FIELD(get_input_count, GetInputTypeCount);
+CHECK_FIELD(get_output_type, GetOutputType);
+CHECK_FIELD(get_output_count, GetOutputTypeCount);
+CHECK_FIELD(compute, KernelCompute);
+CHECK_FIELD(destroy_kernel, KernelDestroy);
+CHECK_FIELD(get_input_kind, GetInputCharacteristic);
+CHECK_FIELD(get_output_kind, GetOutputCharacteristic);
+CHECK_FIELD(get_input_memory, GetInputMemoryType);
+CHECK_FIELD(get_variadic_input_minimum, GetVariadicInputMinArity);
+CHECK_FIELD(get_variadic_input_homogeneity, GetVariadicInputHomogeneity);
+CHECK_FIELD(get_variadic_output_minimum, GetVariadicOutputMinArity);
+CHECK_FIELD(get_variadic_output_homogeneity, GetVariadicOutputHomogeneity);
+CHECK_FIELD(create_kernel_v2, CreateKernelV2);
+CHECK_FIELD(compute_v2, KernelComputeV2);
+CHECK_FIELD(infer_shape, InferOutputShapeFn);
+CHECK_FIELD(get_start_version, GetStartVersion);
+CHECK_FIELD(get_end_version, GetEndVersion);
+CHECK_FIELD(get_may_inplace, GetMayInplace);
+CHECK_FIELD(release_may_inplace, ReleaseMayInplace);
+CHECK_FIELD(get_alias_map, GetAliasMap);
+CHECK_FIELD(release_alias_map, ReleaseAliasMap);
 
 static_assert(offsetof(OrtApiBase, GetApi) == offsetof(dlm::ort::ApiBase, get_api));
 static_assert(offsetof(OrtApiBase, GetVersionString) == offsetof(dlm::ort::ApiBase, get_version_string));
@@ -97,6 +158,8 @@ static_assert(ORT_INVALID_GRAPH == static_cast<OrtErrorCode>(dlm::ort::kInvalidG
 static_assert(ORT_LOGGING_LEVEL_FATAL == dlm::ort::kLogFatal && ORT_SEQUENTIAL == dlm::ort::kSequential);
 static_assert(ORT_ENABLE_ALL == dlm::ort::kOptimizeAll && OrtDeviceAllocator == dlm::ort::kDeviceAllocator);
 static_assert(OrtMemTypeDefault == dlm::ort::kMemTypeDefault);
+static_assert(ORT_INVALID_ARGUMENT == dlm::ort::kInvalidArgument && INPUT_OUTPUT_REQUIRED == 0);
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 == 2);
 
 }  // namespace
 

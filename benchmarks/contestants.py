@@ -1,0 +1,168 @@
+"""Who is measured: this project's runtime, the reference loop in torch, llama.cpp; each does one request at a time.
+
+Names are ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0).
+Each engine is imported only by its own contestant: one process runs one of them, and its memory is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shapes import bundle_of, checkpoint
+from timing import clocked
+
+if TYPE_CHECKING:
+    from dlm_export.denoiser import Denoiser
+
+Canvas = list[int]
+NATIVE = "native"
+TORCH_NAMES = ("torch-fp32", "torch-bf16", "torch-bf16-compile")
+LLAMA_NAMES = ("llama.cpp-F16", "llama.cpp-Q8_0", "llama.cpp-Q4_0")
+
+
+class NotOffered(Exception):
+    """The contestant has no such thing; the text says what is missing."""
+
+
+class Contestant:
+    """One engine with one denoiser. Times are seconds, ``B`` sequences are of equal length."""
+
+    weights_bytes: int
+
+    def facts(self) -> dict[str, Any]:
+        """What of it belongs beside a figure: versions, build flags."""
+        return {}
+
+    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
+        """Fill ``new`` tokens behind each prompt; ``passes`` stops a loop whose passes all cost the same after about so many.
+
+        Returns ``canvases``, ``nfe`` (of the whole loop), ``timed_passes``, ``seconds`` (of those), and, where the engine or
+        the loop tells, ``selection_s`` (of those) and ``cache_bytes``.
+        """
+        raise NotImplementedError
+
+    def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
+        """A pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows; calling it returns its seconds."""
+        raise NotImplementedError
+
+    def best_tokens(self, canvas: Canvas) -> list[int]:
+        """The likeliest token of each row of a full pass, the mask token included."""
+        raise NotImplementedError
+
+
+class Native(Contestant):
+    """This project's runtime over a bundle."""
+
+    def __init__(self, size: str, precision: str, threads: int) -> None:
+        import dlm_runtime
+
+        self.bundle = dlm_runtime.open(bundle_of(size, precision), threads=threads, check_hashes=False)
+        graph = self.bundle.manifest["graph"]["file"]
+        entries = self.bundle.manifest["files"]
+        self.weights_bytes = sum(entry["bytes"] for name, entry in entries.items() if name in (graph, f"{graph}.data"))
+
+    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
+        if len(prompts) > 1:
+            raise NotOffered("one sequence a request")
+        began = time.perf_counter()
+        done = self.bundle.generate(tokens=prompts[0], max_new_tokens=new, **policy)
+        return {
+            "seconds": time.perf_counter() - began,
+            "selection_s": done.timings["selection"],
+            "canvases": [done.tokens],
+            "nfe": done.nfe,
+            "timed_passes": done.nfe,
+            "cache_bytes": done.cache_bytes,
+        }
+
+    def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
+        if B > 1:
+            raise NotOffered("one sequence a pass")
+        return lambda: self.bundle.time_passes(T, S, R, 1)[0]
+
+    def best_tokens(self, canvas: Canvas) -> list[int]:
+        found: list[int] = self.bundle.logits(canvas).argmax(1).tolist()
+        return found
+
+
+def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
+    """A pass in torch as the reference loop makes it: body, scored rows, head, softmax and the two best."""
+    import torch
+
+    c, dtype = denoiser.capabilities, denoiser.final_norm.weight.dtype
+    ids, rows = torch.randint(0, 1000, (B, T)), torch.arange(R)
+    positions = torch.arange(S, S + T).expand(B, T)
+    shape = (B, c.kv_heads, S, c.head_size)
+    past = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(c.layers)] if S else None
+
+    @torch.no_grad()
+    def run() -> Any:
+        features, _ = denoiser.hidden(ids, positions, past)
+        logits = denoiser.project(features[:, rows]).float()
+        logits[..., c.mask_token_id] = -torch.inf
+        return logits.softmax(-1).topk(2)
+
+    return run
+
+
+class _Enough(Exception):
+    """Leaves the reference loop early."""
+
+
+class Torch(Contestant):
+    """The reference loop of the exporter: eager, or with the body under torch.compile."""
+
+    def __init__(self, size: str, kind: str, threads: int) -> None:
+        import torch
+
+        from dlm_export import families
+        from dlm_export.checkpoint import Checkpoint
+        from dlm_export.families.base import Overrides
+
+        torch.set_num_threads(threads)
+        opened = Checkpoint(checkpoint(size))
+        capabilities = families.read_capabilities(opened, Overrides())
+        dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
+        self.denoiser = families.load(families.Weights(opened, capabilities), capabilities, dtype)
+        self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
+        if kind.endswith("-compile"):
+            # A loop has two shapes of the body, the canvas and a block; the head, left eager, has as many as a block has rows.
+            torch._dynamo.config.recompile_limit = 256
+            self.denoiser.hidden = torch.compile(self.denoiser.hidden, dynamic=False)  # type: ignore[method-assign]
+
+    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
+        from dlm_export import reference
+        from dlm_runtime.policy import Policy
+
+        if len(prompts) > 1:
+            raise NotOffered("the reference loop has one sequence")
+        loop, steps = Policy(**policy), 0
+        # Blocks cost the same, passes of a block do not: the first one fills the cache.
+        limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
+
+        def count(_: Canvas) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == limit:
+                raise _Enough
+
+        canvas, nfe = [], new
+        began = time.perf_counter()
+        try:
+            done = reference.generate(self.denoiser, prompts[0], loop, new, on_step=count)
+            canvas, nfe = done.tokens, done.nfe
+        except _Enough:
+            pass
+        return {"seconds": time.perf_counter() - began, "canvases": [canvas], "nfe": nfe, "timed_passes": steps}
+
+    def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
+        return clocked(torch_pass(self.denoiser, B, T, S, R))
+
+    def best_tokens(self, canvas: Canvas) -> list[int]:
+        import torch
+
+        with torch.no_grad():
+            found: list[int] = self.denoiser(torch.tensor([canvas]))[0].argmax(-1).tolist()
+        return found

@@ -1,0 +1,327 @@
+"""Whole generations side by side: this runtime, the reference loop in torch, llama.cpp; each in a process of its own.
+
+    python benchmarks/generation.py --quick
+    python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 32,128,512] [--new 128,512] [--batch 1,4,8]
+                                    [--rounds 3] [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
+
+Contestants take turns, round after round, each with all cores; the others are stopped meanwhile, so that threads that spin
+take nothing from it. Random denoisers run LLaDA's static loop, one token a pass, blocks of 32, the same NFE for all: with dual
+cache here and in torch, over the whole canvas in llama.cpp, which keeps no cache for LLaDA. The trained demo runs each one's
+own best: threshold 0.9, with dual cache or without, and its answers are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from contestants import LLAMA_NAMES, NATIVE, TORCH_NAMES
+from gguf_files import gguf_of
+from shapes import DEMO, ROOT, bundle_of, checkpoint, machine
+from tables import markdown, ratio
+from timing import interleave, spread
+
+from dlm_runtime.policy import PRESETS
+
+BLOCK = 32
+STATIC = PRESETS["llada"].with_fields({"cache": "dual", "stop": "none", "block_length": BLOCK}).as_dict()
+THRESHOLD = PRESETS["fast-dllm"].as_dict()
+NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8")
+ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
+KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
+WAIT_POLICY = os.environ.get("OMP_WAIT_POLICY", "passive")  # the same for all; torch and llama.cpp thread by OpenMP
+QUICK = (*NATIVE_NAMES, "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
+PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
+DEMO_NEW = 64  # tokens of an answer of the demo, eos included, as examples/demo/evaluate.py asks for
+DEMO_TURN = 50  # commands a turn: enough that a contestant answers from warm caches
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``batch`` sequences of ``prompt`` given and ``new`` generated tokens."""
+
+    prompt: int
+    new: int
+    batch: int
+
+
+class Worker:
+    """The process of one contestant, stopped between its turns."""
+
+    def __init__(self, name: str, size: str, threads: int) -> None:
+        self.log = ROOT / "build" / "benchmarks" / f"worker-{size}-{name}.log"
+        self.name = name
+        command = [sys.executable, str(Path(__file__).with_name("worker.py")), size, name, str(threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": WAIT_POLICY}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+        self.about = self.ask(do="about")
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """One request and its answer. Raises SystemExit if the process has died."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            last = "\n".join(self.log.read_text().splitlines()[-12:])
+            raise SystemExit(f"{self.name} ended; the end of {self.log}:\n{last}")
+        self.process.send_signal(signal.SIGSTOP)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
+
+
+class Fleet:
+    """The workers of a size, in the order of their names."""
+
+    def __init__(self, names: list[str], size: str, threads: int) -> None:
+        for name in names:
+            prepare(name, size)
+        self.workers: list[Worker] = []
+        try:
+            for name in names:
+                self.workers.append(Worker(name, size, threads))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self.workers:
+            worker.close()
+
+
+def prepare(name: str, size: str) -> None:
+    """Write what a contestant opens, here, so that its own process's memory does not count it."""
+    engine, _, kind = name.partition("-")
+    if engine == NATIVE:
+        bundle_of(size, kind)
+    elif name in TORCH_NAMES:
+        checkpoint(size)
+    else:
+        gguf_of(size, kind)
+
+
+def available(names: list[str]) -> tuple[list[str], str | None]:
+    """The contestants that can run here, and why the others cannot."""
+    missing = [module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None]
+    left = [name for name in names if not (missing and name in LLAMA_NAMES)]
+    if len(left) == len(names):
+        return names, None
+    skipped = ", ".join(name for name in names if name not in left)
+    return left, f"{skipped}: left out, {' and '.join(missing)} not installed (pip install -r benchmarks/requirements.txt)"
+
+
+def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add to each measured row its median over native int8's; None where that was not measured."""
+    base = rows.get(NATIVE_NAMES[1], {}).get("median_ms")
+    for row in rows.values():
+        if "median_ms" in row:
+            row["ratio"] = None if base is None else row["median_ms"] / base
+    return rows
+
+
+def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None) -> dict[str, dict[str, Any]]:
+    """One row a contestant: the spread of a whole generation in ms, tokens a second, what of it was timed, its memory."""
+    sampled = sampled and max(1, sampled // scenario.batch)  # a pass of a batch costs as much as that many
+    numbers = random.Random(1)
+    prompts = [[numbers.randrange(1000) for _ in range(scenario.prompt)] for _ in range(scenario.batch)]
+    request = {"do": "generate", "prompts": prompts, "new": scenario.new, "policy": STATIC}
+    rows: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
+
+    def turn(worker: Worker) -> float:
+        answer = answers[worker.name] = worker.ask(**request, passes=sampled)
+        return float(answer["seconds"] * answer["nfe"] / answer["timed_passes"])
+
+    for worker in workers:
+        # A first pass, or block, or all of a loop that cannot be cut short: compilers, allocators and caches.
+        first = worker.ask(**request, passes=1)
+        rows[worker.name] = first if "not_offered" in first else {"first_s": first["seconds"]}
+    runs = {w.name: partial(turn, w) for w in workers if "first_s" in rows[w.name]}
+    for name, times in interleave(runs, rounds, warm_ups=0).items():
+        answer = answers[name]
+        rows[name] |= times | {
+            "tokens_per_s": scenario.batch * scenario.new / times["median_ms"] * 1e3,
+            "nfe": answer["nfe"],
+            "timed_passes": answer["timed_passes"],
+            "selection_share": answer["selection_s"] / answer["seconds"] if "selection_s" in answer else None,
+            "peak_rss_bytes": answer["peak_rss_bytes"],
+            "cache_bytes": answer.get("cache_bytes"),
+        }
+    return with_ratios(rows)
+
+
+def passes(workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """One row a contestant: the spread of a pass in ms."""
+    request = {"do": "pass", "B": batch, "T": T, "S": S, "R": R}
+    rows = {worker.name: worker.ask(**request) for worker in workers}
+
+    def turn(worker: Worker) -> float:
+        return float(worker.ask(**request)["seconds"])
+
+    runs = {w.name: partial(turn, w) for w in workers if "seconds" in rows[w.name]}
+    return with_ratios(rows | interleave(runs, rounds, warm_ups=1))
+
+
+def agreement(workers: list[Worker], size: str) -> dict[str, float]:
+    """Share of the 256 rows of a half-masked canvas whose likeliest token is the first contestant's."""
+    numbers = random.Random(2)
+    mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
+    canvas = [numbers.randrange(1000) for _ in range(128)] + [mask] * 128
+    found = {worker.name: worker.ask(do="best_tokens", canvas=canvas)["tokens"] for worker in workers}
+    wanted = found[workers[0].name]
+    return {name: sum(a == b for a, b in zip(tokens, wanted, strict=True)) / len(wanted) for name, tokens in found.items()}
+
+
+def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
+    """The demo's held-out commands, in turns: ms a command, tokens a second of the answers (eos counted), NFE, exact match."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    eos = json.loads((DEMO / "config.json").read_text())["eos_token_id"]
+    lines = [json.loads(line) for line in (ROOT / "examples" / "demo" / "heldout.jsonl").read_text().splitlines()[:count]]
+    entered = [name for name in names if not name.endswith("-compile")]
+    rows: dict[str, dict[str, Any]] = {
+        name: {"not_offered": "it would compile anew for every length of a prompt"} for name in names if name not in entered
+    }
+    with contextlib.closing(Fleet(entered, "demo", threads)) as fleet:
+        done: dict[str, list[dict[str, Any]]] = {name: [] for name in entered}
+        for first in range(0, len(lines), DEMO_TURN):
+            for worker in fleet.workers:
+                for line in lines[first : first + DEMO_TURN]:
+                    prompt = tokenizer.encode(line["prompt"]).ids
+                    answer = worker.ask(do="generate", prompts=[prompt], new=DEMO_NEW, policy=THRESHOLD, passes=None)
+                    given = answer["canvases"][0][len(prompt) :]
+                    call = given[: given.index(eos)] if eos in given else given
+                    done[worker.name].append(
+                        {
+                            "seconds": answer["seconds"],
+                            "nfe": answer["nfe"],
+                            "tokens": min(len(call) + 1, len(given)),
+                            "right": _is_same_call(tokenizer.decode(call), line["completion"]),
+                        }
+                    )
+    for name, answers in done.items():
+        total = {key: sum(answer[key] for answer in answers) for key in ("seconds", "nfe", "tokens", "right")}
+        rows[name] = spread([answer["seconds"] for answer in answers]) | {
+            "tokens_per_s": total["tokens"] / total["seconds"],
+            "nfe": total["nfe"] / len(answers),
+            "right": total["right"],
+            "commands": len(answers),
+        }
+    return with_ratios(rows)
+
+
+def _is_same_call(answer: str, wanted: str) -> bool:
+    """Whether both are JSON of equal value."""
+    try:
+        return bool(json.loads(answer) == json.loads(wanted))
+    except json.JSONDecodeError:
+        return False
+
+
+def measure(size: str, names: list[str], scenarios: list[Scenario], options: argparse.Namespace) -> dict[str, Any]:
+    """All that is measured of random denoisers of a size; memory is that after the first scenario."""
+    result: dict[str, Any] = {"size": size, "scenarios": [], "passes": []}
+    with contextlib.closing(Fleet(names, size, options.threads)) as fleet:
+        result["about"] = {worker.name: worker.about for worker in fleet.workers}
+        for scenario in scenarios:
+            rows = generations(fleet.workers, scenario, options.rounds, options.sampled_passes or None)
+            result["scenarios"].append(asdict(scenario) | {"rows": rows})
+            _tell(f"{size}, {scenario}", rows)
+        for batch in options.batch:
+            for T, S, R in PASSES:
+                rows = passes(fleet.workers, batch, T, S, R, max(options.rounds, 5))
+                result["passes"].append({"B": batch, "T": T, "S": S, "R": R, "rows": rows})
+                _tell(f"{size}, pass of B {batch}, T {T}, S {S}, R {R}", rows)
+        result["agreement"] = agreement(fleet.workers, size)
+    return result
+
+
+def _tell(title: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Progress, on stderr."""
+    print(title, file=sys.stderr)
+    for name, row in rows.items():
+        text = f"{row['median_ms']:10.1f} ms {ratio(row)}" if "median_ms" in row else f"not offered: {row['not_offered']}"
+        print(f"  {name:20} {text}", file=sys.stderr, flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="134M, 128 given and 128 new tokens, batch 1, fewer contestants")
+    parser.add_argument("--sizes", default="134M,1B")
+    parser.add_argument("--contestants", help=f"of {KNOWN}; the first is the one that others agree with or not")
+    parser.add_argument("--prompts", type=_numbers, default=[32, 128, 512])
+    parser.add_argument("--new", type=_numbers, default=[128, 512])
+    parser.add_argument("--batch", type=_numbers, default=[1, 4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--sampled-passes", type=int, default=0, help="time so many, over batch, where all cost the same; 0: all"
+    )
+    parser.add_argument("--demo", type=int, default=600, help="held-out commands of the trained demo; 0: none")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.prompts, options.new, options.batch = "134M", [128], [128], [1]
+    wanted = options.contestants.split(",") if options.contestants else list(QUICK if options.quick else ALL)
+    for name in wanted:
+        if not name.startswith(f"{NATIVE}-") and name not in TORCH_NAMES + LLAMA_NAMES:
+            raise SystemExit(f"{name!r} is no contestant: one of {KNOWN}")
+    names, note = available(wanted)
+    if note:
+        print(note, file=sys.stderr)
+    scenarios = [Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts]
+    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))  # the one whose memory is told comes first
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "omp_wait_policy": WAIT_POLICY,
+        "left_out": note,
+    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped workers would stay behind
+    sizes = [size for size in options.sizes.split(",") if size]
+    result["sizes"] = [measure(size, names, scenarios, options) for size in sizes]
+    result["demo"] = demo(names, options.demo, options.threads) if options.demo else None
+    text = markdown(result)
+    print(text)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA architecture, written once under build/.
+
+The file format is that of the ``gguf`` package; keys and tensor names are those that llama.cpp's own converter writes for
+LLaDA (conversion/llada.py there). Contestants are driven by token ids, so that the files carry no vocabulary but its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shapes import ROOT, checkpoint
+
+LAYER_TENSORS = {
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.out": "attn_output",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+_callback: Any = None  # llama.cpp keeps the pointer, so the callback has to live
+FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}  # llama.h, enum llama_ftype
+
+
+def gguf_of(size: str, file_type: str) -> Path:
+    """The GGUF of a size of ``shapes``, in one of ``FILE_TYPES``; those but F16 as llama.cpp itself quantises."""
+    path = ROOT / "build" / "benchmarks" / f"{size}-{file_type}.gguf"
+    if not path.is_file():
+        partial = path.with_suffix(".partial")
+        if file_type == "F16":
+            _write(size, partial)
+        else:
+            _quantise(gguf_of(size, "F16"), partial, FILE_TYPES[file_type])
+        partial.rename(path)
+    return path
+
+
+def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key matrix ``[heads * D, in]`` in the order for RoPE over neighbours; ours turns pairs D / 2 apart."""
+    rows, inputs = weight.shape
+    ordered: np.ndarray = weight.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+    return ordered
+
+
+def _write(size: str, path: Path) -> None:
+    import gguf
+
+    from dlm_export import families
+    from dlm_export.checkpoint import Checkpoint
+    from dlm_export.families.base import Overrides
+
+    opened = Checkpoint(checkpoint(size))
+    c = families.read_capabilities(opened, Overrides())
+    weights = families.Weights(opened, c)
+    writer = gguf.GGUFWriter(path, "llada")
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.max_canvas_length)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.layers)
+    writer.add_feed_forward_length(c.mlp_size)
+    writer.add_head_count(c.heads)
+    writer.add_head_count_kv(c.kv_heads)
+    writer.add_rope_dimension_count(c.head_size)
+    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_causal_attention(False)
+    writer.add_diffusion_shift_logits(False)
+    writer.add_mask_token_id(c.mask_token_id)
+    writer.add_eos_token_id(c.eos_token_ids[0])
+    writer.add_file_type(FILE_TYPES["F16"])
+
+    def add(name: str, parameter: str, heads: int = 0) -> None:
+        """Matrices as ``[out, in]`` in fp16 (ours are ``[in, out]``), norms in fp32, as llama.cpp wants them."""
+        value = weights.read(parameter, np.dtype(np.float32))
+        if value.ndim == 2:
+            value = (value if parameter == "embed.weight" else value.T).astype(np.float16)
+        writer.add_tensor(f"{name}.weight", np.ascontiguousarray(_interleaved(value, heads) if heads else value))
+
+    add("token_embd", "embed.weight")
+    for i in range(c.layers):
+        add(f"blk.{i}.attn_norm", f"blocks.{i}.attention_norm.weight")
+        add(f"blk.{i}.ffn_norm", f"blocks.{i}.mlp_norm.weight")
+        for ours, theirs in LAYER_TENSORS.items():
+            heads = {"attention.q": c.heads, "attention.k": c.kv_heads}.get(ours, 0)
+            add(f"blk.{i}.{theirs}", f"blocks.{i}.{ours}.weight", heads)
+    add("output_norm", "final_norm.weight")
+    add("output", "head.weight")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@functools.cache
+def quiet_llama() -> Any:
+    """The module of llama-cpp-python, telling only errors, on stderr."""
+    import llama_cpp
+
+    def tell(level: int, text: bytes, _: object) -> None:
+        if level == 4:  # ggml.h, GGML_LOG_LEVEL_ERROR
+            sys.stderr.write(text.decode(errors="replace"))
+
+    global _callback
+    _callback = llama_cpp.llama_log_callback(tell)
+    llama_cpp.llama_log_set(_callback, None)
+    return llama_cpp
+
+
+def _quantise(source: Path, path: Path, file_type: int) -> None:
+    llama = quiet_llama()
+    options = llama.llama_model_quantize_default_params()
+    options.ftype = file_type
+    if llama.llama_model_quantize(str(source).encode(), str(path).encode(), options):
+        raise SystemExit(f"{source}: llama.cpp could not quantise it to {path}")

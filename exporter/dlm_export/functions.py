@@ -1,0 +1,191 @@
+"""Operators of our own, each defined in ONNX's: what a graph calls in domain ``dlm_export``.
+
+A graph carries the definition of every function that it calls, so any engine runs it. The native runtime has kernels for
+all but NVFP4's and registers them under the same names, which ONNX Runtime then prefers to the definition: the definitions
+are what those kernels must compute.
+
+==========================  ===========================================================================================
+``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127;
+``Int8Linear2``, ``3``      several weights over one x, which is quantised once
+``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
+``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
+                            q, k, v ``[B, T, heads * D]``, turned by position here
+``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
+``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
+==========================  ===========================================================================================
+
+INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors multiply them (``panels``);
+columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+DOMAIN = "dlm_export"
+PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
+_OPSET = 23
+_F8 = ir.DataType.FLOAT8E4M3FN
+_SMALLEST_RANGE = np.float32(1e-30)  # of a row: one of zeros has codes of zero, not 0 / 0
+
+
+def panels(codes: np.ndarray) -> np.ndarray:
+    """INT8 codes ``[K, N]`` as uint8 ``[ceil(N / 32), K / 4, 32, 4]``, 128 too large; K is a multiple of 4."""
+    inputs, columns = codes.shape
+    whole = np.full((inputs, padded(columns)), 128, np.uint8)
+    whole[:, :columns] = codes.view(np.uint8) ^ np.uint8(128)
+    return np.ascontiguousarray(whole.reshape(inputs // DOT, DOT, -1, PANEL).transpose(2, 0, 3, 1))
+
+
+def padded(columns: int) -> int:
+    """Columns of whole panels that hold so many."""
+    return -(-columns // PANEL) * PANEL
+
+
+def declare(model: ir.Model, name: str) -> None:
+    """Make the function of this name known to a model that calls it."""
+    identifier = (DOMAIN, name, "")
+    if identifier not in model.functions:
+        model.functions[identifier] = _DEFINITIONS[name]()
+        model.graph.opset_imports[DOMAIN] = 1
+
+
+class _Body:
+    """The nodes of a function, in order."""
+
+    def __init__(self, name: str, inputs: str) -> None:
+        self.name = name
+        self.inputs = [ir.Value(name=given) for given in inputs.split()]
+        self.nodes: list[ir.Node] = []
+
+    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: Any) -> Any:
+        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def constant(self, value: Any) -> ir.Value:
+        found: ir.Value = self.op("Constant", value=ir.tensor(np.asarray(value)))
+        return found
+
+    def ints(self, *values: int) -> ir.Value:
+        return self.constant(np.array(values, np.int64))
+
+    def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
+        """An attribute of the call, as the tensor that ``Constant`` makes of it."""
+        key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
+        node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def function(self, outputs: dict[str, ir.Value], attributes: dict[str, ir.AttributeType] | None = None) -> ir.Function:
+        for name, value in outputs.items():
+            value.name = name
+        graph = ir.Graph(self.inputs, list(outputs.values()), nodes=self.nodes, opset_imports={"": _OPSET})
+        declared = [ir.Attr(name, kind, None) for name, kind in (attributes or {}).items()]
+        return ir.Function(DOMAIN, self.name, graph=graph, attributes=declared)
+
+
+def _int8_linear(name: str, weights: int, *, is_gated: bool = False) -> ir.Function:
+    """Codes are ``round(x * (127 / amax))`` half to even, amax the row's; a result is its sum times
+    ``amax / 127``, then times the column's scale."""
+    body = _Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
+    op, ints = body.op, body.ints
+    x = body.inputs[0]
+    one = body.constant(np.float32(127))
+    amax = op("Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(_SMALLEST_RANGE))
+    codes = op("Round", op("Mul", x, op("Div", one, amax)))
+    # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without VNNI.
+    codes = op("Cast", op("Add", codes, body.constant(np.float32(128))), to=ir.DataType.UINT8)
+    middle = body.constant(np.uint8(128))
+    row_scale = op("Div", amax, one)
+    columns = body.attribute("columns", ir.AttributeType.INTS)
+    products = []
+    for i in range(weights):
+        stored, scales = body.inputs[1 + 2 * i], body.inputs[2 + 2 * i]
+        count = op("Slice", columns, ints(i), ints(i + 1))
+        # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
+        rows = op("Reshape", op("Transpose", stored, perm=[0, 2, 1, 3]), ints(0, 0, -1))
+        matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
+        weight = op("Slice", matrix, ints(0), count, ints(1))
+        product = op("Cast", op("MatMulInteger", codes, weight, middle, middle), to=ir.DataType.FLOAT)
+        # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as if rows had one scale.
+        products.append(op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count)))
+    if is_gated:
+        gate, up = products
+        products = [op("Mul", op("Mul", gate, op("Sigmoid", gate)), up)]
+    return body.function({f"y_{i}": y for i, y in enumerate(products)}, {"columns": ir.AttributeType.INTS})
+
+
+def _cached_attention() -> ir.Function:
+    body = _Body("CachedAttention", "q k v past_key past_value position_ids cos sin")
+    op, ints = body.op, body.ints
+    q, k, v, past_key, past_value, positions, cos, sin = body.inputs
+
+    def by_head(value: ir.Value, heads: str) -> ir.Value:
+        count = op("Unsqueeze", body.attribute(heads, ir.AttributeType.INT), ints(0))
+        shape = op("Concat", ints(0, 0), count, ints(-1), axis=0)
+        split: ir.Value = op("Transpose", op("Reshape", value, shape), perm=[0, 2, 1, 3])
+        return split
+
+    turned = op("RotaryEmbedding", by_head(q, "heads"), cos, sin, positions)
+    key = op("RotaryEmbedding", by_head(k, "kv_heads"), cos, sin, positions)
+    value = by_head(v, "kv_heads")
+    keys = op("Concat", past_key, key, axis=2)
+    values = op("Concat", past_value, value, axis=2)
+    y = op("Transpose", op("Attention", turned, keys, values), perm=[0, 2, 1, 3])
+    return body.function(
+        {"y": op("Reshape", y, ints(0, 0, -1)), "present_key": key, "present_value": value},
+        {"heads": ir.AttributeType.INT, "kv_heads": ir.AttributeType.INT},
+    )
+
+
+def _candidates() -> ir.Function:
+    """The two best tokens, their probabilities, and entropy: ln p is a logit's distance from the best's, plus its ln p."""
+    body = _Body("Candidates", "logits mask_token_bias")
+    op, ints = body.op, body.ints
+    logits, bias = body.inputs
+    masked = op("Add", logits, bias)
+    probs = op("Softmax", masked, axis=-1)
+    top_prob, top_token = op("TopK", probs, ints(2), outputs=2, axis=-1)
+    behind = op("Sub", logits, op("ReduceMax", masked, ints(-1), keepdims=1))
+    best = op("Squeeze", op("Slice", top_prob, ints(0), ints(1), ints(2)), ints(2))
+    entropy = op("Add", op("ReduceSum", op("Mul", probs, behind), ints(-1), keepdims=0), op("Log", best))
+    return body.function({"top_token": op("Cast", top_token, to=ir.DataType.INT32), "top_prob": top_prob, "entropy": entropy})
+
+
+def _nvfp4() -> ir.Function:
+    """E2M1 in groups of 16 along K, E4M3 group scales, one fp32 scale.
+
+    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below 4, of 2 above: Round
+    goes to the even multiple, which is the even E2M1 code.
+    """
+    body = _Body("NVFP4QuantizeDequantize", "x scale")
+    op, constant = body.op, body.constant
+    x, scale = body.inputs
+    groups = op("Reshape", x, body.ints(0, 0, -1, 16))
+    amax = op("ReduceMax", op("Abs", groups), body.ints(-1), keepdims=1)
+    wanted = op("Div", amax, op("Mul", scale, constant(np.float32(6))))
+    is_zero = op("Equal", wanted, constant(np.float32(0)))
+    wanted = op("Where", is_zero, constant(np.float32(1)), wanted)
+    clipped = op("Clip", wanted, constant(np.float32(2.0**-9)), constant(np.float32(448)))
+    group_scale = op("Mul", op("Cast", op("Cast", clipped, to=_F8), to=ir.DataType.FLOAT), scale)
+    scaled = op("Clip", op("Div", groups, group_scale), constant(np.float32(-6)), constant(np.float32(6)))
+    size = op("Abs", scaled)
+    above = op("Where", op("Less", size, constant(np.float32(4))), constant(np.float32(1)), constant(np.float32(2)))
+    step = op("Where", op("Less", size, constant(np.float32(2))), constant(np.float32(0.5)), above)
+    rounded = op("Mul", op("Round", op("Div", scaled, step)), step)
+    return body.function({"y": op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))})
+
+
+_DEFINITIONS = {
+    "Int8Linear": lambda: _int8_linear("Int8Linear", 1),
+    "Int8Linear2": lambda: _int8_linear("Int8Linear2", 2),
+    "Int8Linear3": lambda: _int8_linear("Int8Linear3", 3),
+    "Int8GatedLinear": lambda: _int8_linear("Int8GatedLinear", 2, is_gated=True),
+    "CachedAttention": _cached_attention,
+    "Candidates": _candidates,
+    "NVFP4QuantizeDequantize": _nvfp4,
+}

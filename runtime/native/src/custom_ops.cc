@@ -1,0 +1,356 @@
+// Between ONNX Runtime's custom operators and the kernels: shapes of a graph that somebody sent are checked here, in every
+// pass, before a kernel sees a pointer.
+#include "custom_ops.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <exception>
+#include <initializer_list>
+#include <iterator>
+#include <string>
+
+#include "error.h"
+#include "graph.h"
+#include "kernels.h"
+
+namespace dlm {
+namespace {
+
+constexpr int kUint8 = 2;  // ElementType of graph.h has those of ports
+constexpr size_t kMostWeights = 3;
+
+void check(const ort::Api& api, OrtStatus* reported) {
+  if (reported == nullptr) return;
+  const std::string message = api.call<ort::GetErrorMessage>(reported);
+  api.call<ort::ReleaseStatus>(reported);
+  throw Error(DLM_ENGINE_FAILED, message);
+}
+
+// A tensor of a pass; rank is at most 4.
+template <class Element>
+struct Tensor {
+  Element* data;
+  std::array<int64_t, 4> dims;
+  size_t rank;
+
+  bool is(std::initializer_list<int64_t> wanted) const {
+    return wanted.size() == rank && std::equal(wanted.begin(), wanted.end(), dims.begin());
+  }
+  int64_t count() const {
+    int64_t product = 1;
+    for (size_t i = 0; i < rank; ++i) product *= dims[i];
+    return product;
+  }
+};
+
+// One call of a kernel.
+class Call final : public Parallel {
+ public:
+  Call(const ort::Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
+
+  template <class Element>
+  Tensor<const Element> input(size_t index) const {
+    const OrtValue* value = nullptr;
+    check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value));
+    if (value == nullptr) fail(DLM_BAD_BUNDLE, "input %zu is missing", index);
+    Tensor<const Element> tensor{};
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(api_, api_.call<ort::GetTensorTypeAndShape>(value, &info));
+    const auto release = [this](OrtTensorTypeAndShapeInfo* held) { api_.call<ort::ReleaseTensorTypeAndShapeInfo>(held); };
+    const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> held(info, release);
+    check(api_, api_.call<ort::GetDimensionsCount>(info, &tensor.rank));
+    if (tensor.rank > tensor.dims.size()) fail(DLM_BAD_BUNDLE, "input %zu has %zu dimensions", index, tensor.rank);
+    check(api_, api_.call<ort::GetDimensions>(info, tensor.dims.data(), tensor.rank));
+    void* data = nullptr;
+    check(api_, api_.call<ort::GetTensorMutableData>(const_cast<OrtValue*>(value), &data));
+    tensor.data = static_cast<const Element*>(data);
+    return tensor;
+  }
+
+  template <class Element>
+  Element* output(size_t index, std::initializer_list<int64_t> shape) {
+    return output<Element>(index, shape.begin(), shape.size());
+  }
+  template <class Element>
+  Element* output(size_t index, const int64_t* shape, size_t rank) {
+    OrtValue* value = nullptr;
+    void* data = nullptr;
+    check(api_, api_.call<ort::KernelContextGetOutput>(context_, index, shape, rank, &value));
+    check(api_, api_.call<ort::GetTensorMutableData>(value, &data));
+    return static_cast<Element*>(data);
+  }
+
+  void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
+    if (count == 1) return task(user, 0);
+    // As many batches as tasks: a thread that is late takes fewer.
+    check(api_, api_.call<ort::KernelContextParallelFor>(context_, task, count, count, user));
+  }
+
+  const ort::Api& api() const { return api_; }
+  OrtKernelContext* context() const { return context_; }
+
+ private:
+  const ort::Api& api_;
+  OrtKernelContext* const context_;
+};
+
+// Memory of the session's own allocator for the length of a call, aligned to 64.
+class Scratch {
+ public:
+  Scratch(const Call& call, size_t bytes) : api_(call.api()) {
+    OrtMemoryInfo* memory = nullptr;
+    check(api_, api_.call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault, &memory));
+    OrtStatus* const reported = api_.call<ort::KernelContextGetAllocator>(call.context(), memory, &allocator_);
+    api_.call<ort::ReleaseMemoryInfo>(memory);
+    check(api_, reported);
+    OrtStatus* const failed = api_.call<ort::AllocatorAlloc>(allocator_, bytes + kAlignment, &data_);
+    if (failed != nullptr) api_.call<ort::ReleaseAllocator>(allocator_);
+    check(api_, failed);
+  }
+  ~Scratch() {
+    OrtStatus* const reported = api_.call<ort::AllocatorFree>(allocator_, data_);
+    if (reported != nullptr) api_.call<ort::ReleaseStatus>(reported);
+    api_.call<ort::ReleaseAllocator>(allocator_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  void* get() const {
+    const auto at = reinterpret_cast<uintptr_t>(data_);
+    return reinterpret_cast<void*>((at + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  const ort::Api& api_;
+  OrtAllocator* allocator_ = nullptr;
+  void* data_ = nullptr;
+};
+
+// ---- The operators ----
+
+struct Op;
+
+// What a node of the graph says of itself.
+struct Node {
+  const Op& op;
+  std::array<int64_t, kMostWeights> columns{};  // of Int8Linear
+  int64_t heads = 0, kv_heads = 0;              // of CachedAttention
+};
+
+struct Definition {
+  const char* name;
+  std::array<int, 8> inputs;  // element types
+  size_t input_count;
+  std::array<int, 3> outputs;
+  size_t output_count;
+  size_t weights;  // of a linear layer
+  bool is_gated;
+  void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
+  void (*compute)(const Kernels& kernels, const Node& node, Call& call);
+};
+
+// The library's entry, first, and what it leads to.
+struct Op {
+  ort::CustomOp entry;
+  Definition is;
+  ort::Api api;
+  const Kernels* kernels;
+};
+
+void read_columns(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  size_t count = node.op.is.weights;
+  check(api, api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count));
+  if (count != node.op.is.weights) fail(DLM_BAD_BUNDLE, "columns has %zu numbers, not %zu", count, node.op.is.weights);
+}
+
+void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
+  const auto x = call.input<float>(0);
+  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a single number");
+  const int64_t inputs = x.dims[x.rank - 1];
+  Int8Linear layer{};
+  layer.x = x.data;
+  layer.inputs = inputs;
+  layer.rows = inputs > 0 ? x.count() / inputs : 0;
+  std::array<Int8Weight, kMostWeights> weights{};
+  std::array<float*, kMostWeights> outputs{};
+  auto shape = x.dims;
+  for (size_t i = 0; i < node.op.is.weights; ++i) {
+    const int64_t columns = node.columns[i];
+    const auto codes = call.input<uint8_t>(1 + 2 * i);
+    const auto scales = call.input<float>(2 + 2 * i);
+    if (inputs < kDot || inputs > kMostInputs || inputs % kDot != 0 || columns < 1 || columns > INT32_MAX ||
+        !codes.is({padded_columns(columns) / kPanel, inputs / kDot, kPanel, kDot}) || !scales.is({padded_columns(columns)}) ||
+        (node.op.is.is_gated && columns != node.columns[0]))
+      fail(DLM_BAD_BUNDLE, "weight %zu is not one of %lld by %lld in panels", i, static_cast<long long>(inputs),
+           static_cast<long long>(columns));
+    weights[i] = {codes.data, scales.data, columns};
+    shape[x.rank - 1] = columns;
+    if (i < node.op.is.output_count) outputs[i] = call.output<float>(i, shape.data(), x.rank);
+  }
+  layer.weights = weights.data();
+  layer.outputs = outputs.data();
+  layer.count = node.op.is.weights;
+  layer.is_gated = node.op.is.is_gated;
+  const Scratch scratch(call, layer.scratch_bytes());
+  kernels.linear(layer, scratch.get(), call);
+}
+
+void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "heads", &node.heads));
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads));
+  if (node.kv_heads < 1 || node.heads < node.kv_heads || node.heads % node.kv_heads != 0 || node.heads > INT32_MAX)
+    fail(DLM_BAD_BUNDLE, "%lld heads on %lld", static_cast<long long>(node.heads), static_cast<long long>(node.kv_heads));
+}
+
+void compute_attention(const Kernels& kernels, const Node& node, Call& call) {
+  const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
+  const auto past_keys = call.input<float>(3), past_values = call.input<float>(4);
+  const auto positions = call.input<int64_t>(5);
+  const auto cos = call.input<float>(6), sin = call.input<float>(7);
+  CachedAttention pass{};
+  pass.heads = node.heads;
+  pass.kv_heads = node.kv_heads;
+  pass.batch = q.dims[0];
+  pass.tokens = q.dims[1];
+  pass.cached = past_keys.dims[2];
+  pass.head_size = 2 * cos.dims[1];
+  pass.table_rows = cos.dims[0];
+  const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads, D = pass.head_size;
+  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || D < 2 || D > kLargestHeadSize || !q.is({B, T, H * D}) ||
+      !k.is({B, T, G * D}) || !v.is({B, T, G * D}) || !past_keys.is({B, G, S, D}) || !past_values.is({B, G, S, D}) ||
+      !positions.is({B, T}))
+    fail(DLM_BAD_BUNDLE, "the shapes of %lld heads on %lld do not fit each other", static_cast<long long>(H),
+         static_cast<long long>(G));
+  pass.q = q.data, pass.k = k.data, pass.v = v.data;
+  pass.past_keys = past_keys.data, pass.past_values = past_values.data;
+  pass.positions = positions.data;
+  pass.cos = cos.data, pass.sin = sin.data;
+  if (!pass.is_in_table())
+    fail(DLM_BAD_BUNDLE, "a position has no row among the tables' %lld", static_cast<long long>(pass.table_rows));
+  pass.y = call.output<float>(0, {B, T, H * D});
+  pass.present_keys = call.output<float>(1, {B, G, T, D});
+  pass.present_values = call.output<float>(2, {B, G, T, D});
+  kernels.attention(pass, call);
+}
+
+void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
+  const auto logits = call.input<float>(0), bias = call.input<float>(1);
+  const int64_t B = logits.dims[0], R = logits.dims[1], V = logits.dims[2];
+  if (logits.rank != 3 || V < 2 || V > INT32_MAX || !bias.is({V})) fail(DLM_BAD_BUNDLE, "logits and bias do not fit");
+  Candidates rows{};
+  rows.logits = logits.data;
+  rows.bias = bias.data;
+  rows.rows = B * R;
+  rows.vocab_size = V;
+  rows.tokens = call.output<int32_t>(0, {B, R, 2});
+  rows.probs = call.output<float>(1, {B, R, 2});
+  rows.entropy = call.output<float>(2, {B, R});
+  kernels.candidates(rows, call);
+}
+
+// ---- What the library calls ----
+
+const Op& op_of(const ort::CustomOp* entry) { return *reinterpret_cast<const Op*>(entry); }
+
+template <class Body>
+OrtStatus* reported(const Op& op, Body body) noexcept {
+  const auto report = [&](const char* what) {
+    std::array<char, 512> text{};
+    std::snprintf(text.data(), text.size(), "%s: %s", op.is.name, what);
+    return op.api.call<ort::CreateStatus>(ort::kInvalidArgument, static_cast<const char*>(text.data()));
+  };
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return report(error.what());
+  } catch (...) {
+    return report("failed");
+  }
+}
+
+OrtStatus* create_node(const ort::CustomOp* entry, const void*, const OrtKernelInfo* info, void** kernel) {
+  const Op& op = op_of(entry);
+  return reported(op, [&] {
+    auto node = std::make_unique<Node>(Node{op});
+    if (op.is.read != nullptr) op.is.read(op.api, info, *node);
+    *kernel = node.release();
+  });
+}
+
+OrtStatus* compute_node(void* kernel, OrtKernelContext* context) {
+  const Node& node = *static_cast<const Node*>(kernel);
+  return reported(node.op, [&] {
+    Call call(node.op.api, context);
+    node.op.is.compute(*node.op.kernels, node, call);
+  });
+}
+
+ort::CustomOp make_entry() {
+  ort::CustomOp entry{};
+  entry.version = ort::kApiVersion;
+  entry.get_name = [](const ort::CustomOp* op) { return op_of(op).is.name; };
+  entry.get_provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
+  entry.get_input_type = [](const ort::CustomOp* op, size_t i) { return op_of(op).is.inputs[i]; };
+  entry.get_input_count = [](const ort::CustomOp* op) { return op_of(op).is.input_count; };
+  entry.get_output_type = [](const ort::CustomOp* op, size_t i) { return op_of(op).is.outputs[i]; };
+  entry.get_output_count = [](const ort::CustomOp* op) { return op_of(op).is.output_count; };
+  entry.destroy_kernel = [](void* kernel) { delete static_cast<Node*>(kernel); };
+  entry.get_input_kind = [](const ort::CustomOp*, size_t) { return 0; };
+  entry.get_output_kind = [](const ort::CustomOp*, size_t) { return 0; };
+  entry.get_input_memory = [](const ort::CustomOp*, size_t) { return ort::kMemTypeDefault; };
+  entry.get_variadic_input_minimum = [](const ort::CustomOp*) { return 1; };
+  entry.get_variadic_input_homogeneity = [](const ort::CustomOp*) { return 1; };
+  entry.get_variadic_output_minimum = [](const ort::CustomOp*) { return 1; };
+  entry.get_variadic_output_homogeneity = [](const ort::CustomOp*) { return 1; };
+  entry.create_kernel_v2 = create_node;
+  entry.compute_v2 = compute_node;
+  entry.get_start_version = [](const ort::CustomOp*) { return 1; };
+  entry.get_end_version = [](const ort::CustomOp*) { return 1; };
+  return entry;
+}
+
+constexpr int F = kFloat, C = kUint8;
+
+constexpr Definition kDefinitions[] = {
+    {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
+    {"Int8Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_columns, compute_linear},
+    {"Int8Linear3", {F, C, F, C, F, C, F}, 7, {F, F, F}, 3, 3, false, read_columns, compute_linear},
+    {"Int8GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_columns, compute_linear},
+    {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, compute_attention},
+    {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
+};
+
+}  // namespace
+
+struct CustomOps::Domain {
+  explicit Domain(const ort::Api& given) : api(given) {}
+  ~Domain() {
+    if (handle != nullptr) api.call<ort::ReleaseCustomOpDomain>(handle);
+  }
+  Domain(const Domain&) = delete;
+  Domain& operator=(const Domain&) = delete;
+
+  const ort::Api api;
+  std::array<Op, std::size(kDefinitions)> ops{};
+  OrtCustomOpDomain* handle = nullptr;
+};
+
+CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels) : domain_(std::make_unique<Domain>(api)) {
+  check(api, api.call<ort::CreateCustomOpDomain>("dlm_export", &domain_->handle));
+  for (size_t i = 0; i < domain_->ops.size(); ++i) {
+    domain_->ops[i] = {make_entry(), kDefinitions[i], api, &kernels};
+    const ort::CustomOp* const entry = &domain_->ops[i].entry;
+    check(api, api.call<ort::CustomOpDomainAdd>(domain_->handle, entry));
+  }
+}
+
+CustomOps::~CustomOps() = default;
+
+void CustomOps::add_to(OrtSessionOptions* options) const {
+  check(domain_->api, domain_->api.call<ort::AddCustomOpDomain>(options, domain_->handle));
+}
+
+}  // namespace dlm

@@ -1,0 +1,90 @@
+// The arithmetic of a pass that ONNX Runtime's own kernels are slow at: INT8 linear layers, attention over a cache, and the
+// candidates of a row. One implementation (kernels_body.h) over the vector instructions of each processor.
+//
+// Every kernel computes what the function of the same name in the exporter's fused.py says in ONNX operators. Quantised
+// values are equal to the bit; sums of floats are taken in another order, and exponentials are within 2e-7.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace dlm {
+
+// Runs task(user, i) for every i below count, perhaps on several threads, and returns when all are done.
+class Parallel {
+ public:
+  virtual ~Parallel() = default;
+  virtual void run(size_t count, void (*task)(void* user, size_t i), void* user) = 0;
+
+  template <class Task>
+  void each(size_t count, Task task) {
+    run(count, [](void* user, size_t i) { (*static_cast<Task*>(user))(i); }, &task);
+  }
+};
+
+constexpr int64_t kPanel = 32;  // columns of a weight that lie together in memory
+constexpr int64_t kDot = 4;     // products that one instruction adds up
+constexpr int64_t kMostInputs = 1 << 16;  // of a linear layer: sums of so many products fit 32 bits
+constexpr int64_t kLargestHeadSize = 512;  // that attention takes
+
+// Columns of a weight as stored: the last panel is filled up with zeros.
+constexpr int64_t padded_columns(int64_t columns) { return (columns + kPanel - 1) / kPanel * kPanel; }
+
+// One linear layer's weight, codes + 128 in panels [N / 32, K / 4, 32, 4], and its scales [N], N filled up to whole panels.
+struct Int8Weight {
+  const uint8_t* panels;
+  const float* scales;
+  int64_t columns;  // N that are meant
+};
+
+// y_i [rows, columns_i] = x [rows, inputs] @ weight_i, x quantised by rows to the range -127..127, inputs a multiple of 4.
+// A gated layer has two weights of the same columns and one output, silu(x @ weight_0) * (x @ weight_1).
+struct Int8Linear {
+  const float* x;
+  int64_t rows, inputs;
+  const Int8Weight* weights;
+  float* const* outputs;
+  size_t count;  // of weights
+  bool is_gated;
+
+  // Bytes that any kernel wants as scratch memory, aligned to 64: some hold a code in two.
+  size_t scratch_bytes() const { return static_cast<size_t>(rows * (2 * inputs + 8)) + 64; }
+};
+
+// Attention of the new tokens over cached and new rows, both ways; q, k and v are [B, T, heads, D], not yet turned by position.
+struct CachedAttention {
+  const float *q, *k, *v;               // [B, T, H, D], [B, T, Hkv, D] twice
+  const float *past_keys, *past_values;  // [B, Hkv, S, D]
+  const int64_t* positions;              // [B, T]
+  const float *cos, *sin;                // [table_rows, D / 2]
+  int64_t batch, tokens, cached, heads, kv_heads, head_size, table_rows;
+  float* y;                               // [B, T, H, D]
+  float *present_keys, *present_values;  // [B, Hkv, T, D]
+
+  // Whether every position has a row of the tables. The kernel must not run otherwise.
+  bool is_in_table() const;
+};
+
+// The two best tokens of each row and its entropy, from raw logits and what is added to them before the softmax.
+struct Candidates {
+  const float *logits, *bias;  // [rows, V], [V]
+  int64_t rows, vocab_size;
+  int32_t* tokens;  // [rows, 2], the lower id first where two are equal
+  float *probs, *entropy;  // [rows, 2], [rows]: sum p ln p
+};
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const Int8Linear& layer, void* scratch, Parallel& parallel);
+  void (*attention)(const CachedAttention& pass, Parallel& parallel);
+  void (*candidates)(const Candidates& rows, Parallel& parallel);
+};
+
+// What this library has for this processor, fastest first.
+std::vector<const Kernels*> list_kernels();
+
+// The first of them, or those that DLM_KERNELS names; nullptr: none, which it may name too. Throws Error for any other name.
+const Kernels* find_kernels();
+
+}  // namespace dlm

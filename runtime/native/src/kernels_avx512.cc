@@ -1,0 +1,11 @@
+// The kernels for x86-64 with AVX-512 and VNNI.
+#include "simd_avx512.h"
+// after the vectors that it is written over
+#include "kernels_body.h"
+
+namespace dlm {
+
+extern const Kernels kAvx512Kernels;
+const Kernels kAvx512Kernels = {"avx512-vnni", linear, attention, candidates};
+
+}  // namespace dlm

@@ -1,0 +1,69 @@
+// Vectors of AVX-512 with VNNI, as kernels_body.h wants them.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+namespace simd {
+
+constexpr int kLanes = 16;
+constexpr int kTileRows = 12, kProductVectors = 2;  // of an INT8 product in registers: 24 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;  // of attention
+constexpr int kKeyBlock = 8;
+
+using F = __m512;
+using I = __m512i;
+
+inline F load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, F x) { _mm512_storeu_ps(to, x); }
+inline F set(float x) { return _mm512_set1_ps(x); }
+inline F zero() { return _mm512_setzero_ps(); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is NaN
+inline F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline I iload(const int32_t* from) { return _mm512_loadu_si512(from); }
+inline void istore(int32_t* to, I x) { _mm512_storeu_si512(to, x); }
+inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline I izero() { return _mm512_setzero_si512(); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I bits(F x) { return _mm512_castps_si512(x); }
+inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline I to_int(F x) { return _mm512_cvtps_epi32(x); }  // rounds half to even
+inline F power_of_two(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23)); }
+
+// The lanes of `a` where x > y, else of b.
+inline F select_greater(F x, F y, F a, F b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a); }
+inline I select_greater(F x, F y, I a, I b) { return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a); }
+
+// Four bytes a lane: unsigned ones of a weight, and the same four signed ones in every lane.
+using Code = int8_t;
+constexpr int kCodeOrder[] = {0, 1, 2, 3};
+constexpr int32_t kWeightOffset = 128;
+using Weights = __m512i;
+using Activations = __m512i;
+inline Weights load_weights(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline Activations spread(const Code* four) {
+  int32_t bits;
+  __builtin_memcpy(&bits, four, sizeof bits);
+  return _mm512_set1_epi32(bits);
+}
+// Their products, four a lane, added to sum.
+inline I dot(I sum, Weights w, Activations a) { return _mm512_dpbusd_epi32(sum, w, a); }
+// Lanes that fit a byte.
+inline void store_codes(Code* to, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x)); }
+
+inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+
+}  // namespace simd
+}  // namespace

@@ -1,0 +1,227 @@
+"""What ``fuse`` makes of a graph: the same numbers from fewer operators, and nothing of graphs that it is not for."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from engine_bundles import SMALL, gpu_bundle, trace_once
+from onnx.reference import ReferenceEvaluator
+
+from dlm_export import families, functions, fuse, graph
+from dlm_export.build import build
+from dlm_export.checkpoint import Checkpoint
+from dlm_export.denoiser import Capabilities
+from dlm_export.families.base import Overrides
+
+OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
+Build = Callable[[str, str, bool], Path]
+
+
+@pytest.fixture(scope="module")
+def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
+    """Build a family in a precision, fused or not; each once, not to be changed."""
+    checkpoints = {"llada": llada_checkpoint, "dream": dream_checkpoint}
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.cache
+        def make(family: str, precision: str, is_fused: bool) -> Path:
+            output = Path(folder) / f"{family}-{precision}-{is_fused}"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(graph, "trace", trace_once)
+                if not is_fused:
+                    patch.setattr(fuse, "fuse", lambda traced: None)
+                build(checkpoints[family], output, precision=precision, check_parity=False, options=SMALL)
+            return output
+
+        yield make
+
+
+def _capabilities(checkpoint: Path) -> Capabilities:
+    return families.read_capabilities(Checkpoint(checkpoint), Overrides())
+
+
+def _calls(model: onnx.ModelProto) -> Counter[str]:
+    """Nodes of our domain, and of what they replace."""
+    replaced = {"Attention", "RotaryEmbedding", "Softmax", "TopK", "Sigmoid"}
+    return Counter(node.op_type for node in model.graph.node if node.domain == functions.DOMAIN or node.op_type in replaced)
+
+
+def _load(bundle: Path) -> onnx.ModelProto:
+    return onnx.load(bundle / graph.GRAPH_FILE)
+
+
+def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[str, np.ndarray]:
+    """A pass of two rows over a cache of rows in any order."""
+    rng = np.random.default_rng(4)
+    feeds = {
+        "input_ids": rng.integers(0, 150, (2, T)),
+        "position_ids": np.stack([rng.permutation(S + T)[:T] for _ in range(2)]),
+        "score_rows": rng.integers(0, T, (2, R)),
+    }
+    for port in model.graph.input[3:]:
+        heads, size = (port.type.tensor_type.shape.dim[i].dim_value for i in (1, 3))
+        feeds[port.name] = rng.standard_normal((2, heads, S, size)).astype(np.float32)
+    return feeds
+
+
+def _in_onnxruntime(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [port.name for port in session.get_outputs()]
+    return dict(zip(names, session.run(names, _feeds(model)), strict=True))
+
+
+def _in_reference(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    names = [port.name for port in model.graph.output]
+    return dict(zip(names, ReferenceEvaluator(model).run(names, _feeds(model)), strict=True))
+
+
+def _check_same(before: dict[str, np.ndarray], after: dict[str, np.ndarray], tolerance: float) -> None:
+    assert list(before) == list(after)
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype
+        np.testing.assert_allclose(after[name], value, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
+    before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
+    # The functions are inlined, so only the order in which the engine sums may differ; fp32 logits are around 10.
+    _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
+    _check_same(_in_reference(before), _in_reference(after), 0)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
+    layers = 2
+    assert _calls(_load(built(family, "fp32", True))) == {"CachedAttention": layers, "Candidates": 1, "Sigmoid": layers}
+    assert _calls(_load(built(family, "int8", True))) == {
+        "CachedAttention": layers,
+        "Candidates": 1,
+        "Int8Linear3": layers,  # q, k, v
+        "Int8GatedLinear": layers,
+        "Int8Linear": 2 * layers + 1,  # behind attention, down, the head
+    }
+    assert _calls(_load(built(family, "int8", False))) == {
+        "Attention": layers,
+        "RotaryEmbedding": 2 * layers,
+        "Sigmoid": layers,
+        "Softmax": 1,
+        "TopK": 1,
+        "Int8Linear": 7 * layers + 1,
+    }
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_a_graph_declares_the_functions_that_it_calls_and_no_others(built: Build, family: str) -> None:
+    for precision in ("fp32", "int8"):
+        model = _load(built(family, precision, True))
+        called = {node.op_type for node in model.graph.node if node.domain == functions.DOMAIN}
+        assert {function.name for function in model.functions} >= called
+        assert {opset.domain for opset in model.opset_import} == {"", functions.DOMAIN}
+        onnx.checker.check_model(model, full_check=True)
+
+
+def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
+    traced = trace_once(_capabilities(llada_checkpoint), "fp16")
+    before = Counter(node.op_type for node in traced.model.graph)
+    fuse.fuse(traced)
+    after = Counter(node.op_type for node in traced.model.graph)
+    assert after["CachedAttention"] == 0
+    assert after["Attention"] == before["Attention"] == 2
+    assert after["RotaryEmbedding"] == before["RotaryEmbedding"] == 4
+    assert after["Candidates"] == 1  # of logits, which are fp32
+
+
+def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(llada_checkpoint: Path, tmp_path: Path) -> None:
+    device = onnx.load(gpu_bundle("fp16", "rtx5090") / graph.DEVICE_FILE, load_external_data=False)
+    build(llada_checkpoint, tmp_path / "plain", plain_graph=True, target="rtx5090", precision="fp16", check_parity=False)
+    plain = onnx.load(tmp_path / "plain" / graph.GRAPH_FILE, load_external_data=False)
+    for model in (device, plain):
+        assert not model.functions
+        assert all(node.domain != functions.DOMAIN for node in model.graph.node)
+
+
+# ---- What does not look as expected ----
+
+
+def _unfused(bundle: Path, checkpoint: Path) -> graph.Graph:
+    """The graph of a bundle as ``fuse`` would get it, with its weights."""
+    return graph.Graph(ir.from_proto(_load(bundle)), _capabilities(checkpoint), torch.float32)
+
+
+def _check_fused(traced: graph.Graph) -> Counter[str]:
+    """Fuse a graph that somebody changed; it must compute the same before and after. Returns what it calls."""
+    before = ir.to_proto(traced.model)
+    fuse.fuse(traced)
+    after = ir.to_proto(traced.model)
+    _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
+    return _calls(after)
+
+
+def _nodes(traced: graph.Graph, op_type: str) -> list[ir.Node]:
+    return [node for node in traced.model.graph if node.op_type == op_type]
+
+
+def test_a_gate_that_others_see_is_not_hidden(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "int8", False), llada_checkpoint)
+    sigmoid = _nodes(traced, "Sigmoid")[0]
+    seen = ir.node("Relu", sigmoid.inputs).outputs[0]
+    seen.name, seen.type, seen.shape = "seen", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", "T", 96])
+    traced.model.graph.insert_after(sigmoid, seen.producer())
+    traced.model.graph.outputs.append(seen)
+    calls = _check_fused(traced)
+    assert (calls["Int8GatedLinear"], calls["Int8Linear2"], calls["Sigmoid"]) == (1, 1, 1)
+
+
+def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "int8", False), llada_checkpoint)
+    silu = next(node for node, _ in _nodes(traced, "Sigmoid")[0].outputs[0].uses())
+    product = next(node for node, _ in silu.outputs[0].uses())
+    up = next(i for i, value in enumerate(product.inputs) if value is not silu.outputs[0])
+    product.replace_input_with(up, silu.outputs[0])  # squared; nobody uses `up` now
+    assert _check_fused(traced)["Int8GatedLinear"] == 1
+
+
+def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
+    attention = _nodes(traced, "Attention")[0]
+    mask = ir.Value(
+        name="mask", const_value=ir.tensor(np.tile(np.where(np.arange(12) == 3, -np.inf, 0).astype(np.float32), (7, 1)))
+    )
+    traced.model.graph.initializers["mask"] = mask
+    attention.resize_inputs(4)
+    attention.replace_input_with(3, mask)
+    calls = _check_fused(traced)
+    assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
+
+
+def test_attention_whose_queries_turn_by_other_positions_stays(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
+    turned = _nodes(traced, "RotaryEmbedding")[0]
+    positions = turned.inputs[3]
+    assert positions is not None
+    one = ir.node("Constant", [], {"value": ir.tensor(np.int64(1))})
+    later = ir.node("Add", [positions, one.outputs[0]])
+    traced.model.graph.insert_before(turned, [one, later])
+    turned.replace_input_with(3, later.outputs[0])
+    calls = _check_fused(traced)
+    assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
+
+
+def test_fusing_twice_is_fusing_once(built: Build, dream_checkpoint: Path) -> None:
+    traced = _unfused(built("dream", "int8", True), dream_checkpoint)
+    calls = _calls(ir.to_proto(traced.model))
+    assert _check_fused(traced) == calls

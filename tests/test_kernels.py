@@ -1,0 +1,409 @@
+"""The operators of domain ``dlm_export``: the functions inside a graph against the native kernels, and graphs that lie.
+
+The native library runs in this process, so a crash of it ends the test run. Kernels alone, against plain loops, are tested
+natively: runtime/native/tests/kernels_test.cc.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from engine_bundles import SMALL, read_manifest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from test_native import REPOSITORY, SOURCE, run, sanitized, sanitized_example, succeed, tool  # noqa: F401
+
+import dlm_runtime
+from dlm_export import functions
+from dlm_export.build import build as build_bundle
+from dlm_export.bundle import finish
+from dlm_runtime import DlmError, EngineError, RequestError
+
+SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
+BUNDLES = ("llada-fp32", "dream-fp32", "llada-int8", "dream-int8")  # Dream has grouped queries and biases
+GRAPH = "denoiser.onnx"
+LONGEST = 60  # tokens of a pass: numpy.choose, with which onnx.reference gathers rows, takes 64 arrays in all
+# Kernels sum in another order and their exponentials are within 2e-7: 5e-6 of logits around 10 was seen.
+TOLERANCE = 1e-4
+# In INT8 an activation between two codes may then go to either, and every layer behind sees it: 0.1 was seen, half of the rows
+# within 0.01. Products that saturate are off by 3.
+INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
+
+
+@pytest.fixture(scope="session")
+def int8_bundles(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    built = {}
+    for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
+        built[family] = tmp_path_factory.mktemp("int8") / family
+        build_bundle(checkpoint, built[family], precision="int8", check_parity=False, options=SMALL)
+    return built
+
+
+@pytest.fixture(scope="session")
+def bundles(llada_bundle: Path, dream_bundle: Path, int8_bundles: dict[str, Path]) -> dict[str, Path]:
+    """Those of ``BUNDLES``; none may be changed."""
+    return dict(zip(BUNDLES, (llada_bundle, dream_bundle, int8_bundles["llada"], int8_bundles["dream"]), strict=True))
+
+
+def choices(bundle: Path) -> list[str]:
+    """What DLM_KERNELS may say on this processor, as the refusal of anything else lists it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLM_KERNELS", "abacus")
+        with pytest.raises(RequestError, match='DLM_KERNELS is "abacus"') as refused:
+            dlm_runtime.open(bundle)
+    return str(refused.value).partition("choose one of ")[2].split(", ")
+
+
+@pytest.fixture(params=SETS)
+def kernels(request: pytest.FixtureRequest, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels that this processor has; the bundles of the test run on them."""
+    if request.param not in choices(llada_bundle):
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setenv("DLM_KERNELS", request.param)
+    return str(request.param)
+
+
+@functools.cache
+def _evaluator(bundle: Path) -> ReferenceEvaluator:
+    return ReferenceEvaluator(onnx.load(bundle / GRAPH))
+
+
+def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.ndarray]:
+    """One full pass of the graph."""
+    denoiser = read_manifest(bundle)["denoiser"]
+    cache = np.zeros((1, denoiser["kv_heads"], 0, denoiser["head_size"]), np.float32)
+    feeds = {"input_ids": np.array([tokens]), "position_ids": np.arange(len(tokens))[None], "score_rows": np.array([rows])}
+    return feeds | {f"past_{kind}.{i}": cache for i in range(denoiser["layers"]) for kind in ("key", "value")}
+
+
+def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
+    """Logits ``[R, V]`` by the operators' definitions: ONNX Runtime's own INT8 products saturate on processors without VNNI."""
+    return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
+
+
+def check_logits(name: str, got: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(got - expected).max() < (TOLERANCE if name.endswith("fp32") else INT8_TOLERANCE)
+
+
+# ---- Functions and kernels ----
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_kernels_compute_what_the_functions_in_the_graph_say(bundles: dict[str, Path], name: str, kernels: str) -> None:
+    bundle, rng = bundles[name], np.random.default_rng(7)
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        for length in (1, 2, 9, 32, LONGEST):
+            tokens = rng.integers(0, opened.vocab_size, length).tolist()
+            got, expected = opened.logits(tokens), logits_of_functions(bundle, tokens, list(range(length)))
+            check_logits(name, got, expected)
+            assert np.median(np.abs(got - expected)) < INT8_MEDIAN
+            agreeing = (got.argmax(-1) == expected.argmax(-1)).mean()
+            assert agreeing == 1 or (name.endswith("int8") and agreeing > 0.9)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_shape_of_a_pass_fits_the_kernels(bundles: dict[str, Path], kernels: str, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(BUNDLES))
+    with dlm_runtime.open(bundles[name], threads=data.draw(st.sampled_from([1, 2]))) as opened:
+        tokens = data.draw(st.lists(st.integers(0, opened.vocab_size - 1), min_size=1, max_size=LONGEST))
+        rows = data.draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=len(tokens)))
+        check_logits(name, opened.logits(tokens, rows), logits_of_functions(bundles[name], tokens, rows))
+        cached = data.draw(st.integers(0, 100))
+        assert len(opened.time_passes(len(tokens), cached, len(rows), 1)) == 1
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("score", ["confidence", "margin", "entropy"])
+def test_kernels_fill_a_canvas_as_the_functions_do(
+    bundles: dict[str, Path], family: str, cache: str, score: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate() -> list[int]:
+        with dlm_runtime.open(bundles[f"{family}-fp32"], threads=1) as opened:
+            policy = {"block_length": 8, "steps_per_block": 4, "cache": cache, "score": score, "stop": "none"}
+            return opened.generate(tokens=[3, 1, 4, 1, 5], max_new_tokens=32, **policy).tokens
+
+    by_kernels = generate()
+    monkeypatch.setenv("DLM_KERNELS", "none")
+    assert by_kernels == generate()
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_number_of_threads_does_not_change_a_bit(bundles: dict[str, Path], name: str, kernels: str) -> None:
+    tokens = np.random.default_rng(3).integers(0, 150, 90).tolist()
+    found = []
+    for threads in (1, 2, 3):
+        with dlm_runtime.open(bundles[name], threads=threads) as opened:
+            found.append(opened.logits(tokens))
+    if name.endswith("fp32"):  # ONNX Runtime's own products are split by threads
+        assert np.abs(found[0] - found[1]).max() < TOLERANCE
+    else:
+        assert (found[0] == found[1]).all()
+        assert (found[0] == found[2]).all()
+
+
+# ---- DLM_KERNELS ----
+
+
+def test_fastest_kernels_are_taken_unless_others_are_named(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = choices(llada_bundle)
+    assert known[-1] == "none"
+    assert set(known[:-1]) <= set(SETS)
+    for name, found in [(name, name) for name in known] + [("", known[0]), (None, known[0])]:
+        if name is None:
+            monkeypatch.delenv("DLM_KERNELS", raising=False)
+        else:
+            monkeypatch.setenv("DLM_KERNELS", name)
+        with dlm_runtime.open(llada_bundle) as opened:
+            assert opened.engine.endswith("(CPU)" if found == "none" else f"(CPU, {found})")
+
+
+def test_without_kernels_the_graph_is_what_onnxruntime_makes_of_it(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLM_KERNELS", "none")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    tokens = list(range(40))
+    for name, bundle in bundles.items():
+        plain = onnxruntime.InferenceSession(bundle / GRAPH, options, providers=["CPUExecutionProvider"])
+        expected = np.asarray(plain.run(["logits"], feeds_of(bundle, tokens, tokens))[0])[0]
+        with dlm_runtime.open(bundle, threads=1) as opened:
+            assert (opened.logits(tokens) == expected).all(), name
+
+
+@pytest.mark.parametrize("name", ["abacus", "AVX2", "avx2 ", "avx512-vnni,none", "x" * 10_000])
+def test_kernels_that_the_processor_does_not_have_are_refused(
+    llada_bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = choices(llada_bundle)
+    monkeypatch.setenv("DLM_KERNELS", name)
+    with pytest.raises(RequestError) as refused:
+        dlm_runtime.open(llada_bundle)
+    assert str(refused.value).startswith(f'DLM_KERNELS is "{name[:40]}", kernels that this processor does not have; choose one')
+    assert str(refused.value).endswith(", ".join(known))
+    monkeypatch.setenv("DLM_KERNELS", next(name for name in SETS if name not in known))
+    with pytest.raises(RequestError, match="does not have; choose one of"):
+        dlm_runtime.open(llada_bundle)
+
+
+# ---- Graphs that lie ----
+
+Edit = Callable[[onnx.ModelProto], None]
+
+
+def _node(model: onnx.ModelProto, op_type: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.op_type == op_type)
+
+
+def _attribute(op_type: str, name: str, value: object) -> Edit:
+    """Give a node another attribute, None: take it away."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        node = _node(model, op_type)
+        kept = [attribute for attribute in node.attribute if attribute.name != name]
+        del node.attribute[:]
+        kind = onnx.AttributeProto.INTS if isinstance(value, list) else None  # an empty list has none by itself
+        node.attribute.extend(kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)])
+
+    return edit
+
+
+def _replaced(op_type: str, index: int, array: np.ndarray) -> Edit:
+    """Feed a node a constant."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(array, f"lie {index}"))
+        _node(model, op_type).input[index] = f"lie {index}"
+
+    return edit
+
+
+def _reshaped(op_type: str, index: int, *dims: int) -> Edit:
+    """Give the initialiser of an input another shape over the same bytes."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        name = _node(model, op_type).input[index]
+        tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+        assert np.prod(dims) == np.prod(tensor.dims)
+        del tensor.dims[:]
+        tensor.dims.extend(dims)
+
+    return edit
+
+
+def _both(*edits: Edit) -> Edit:
+    def edit(model: onnx.ModelProto) -> None:
+        for one in edits:
+            one(model)
+
+    return edit
+
+
+def _panels(*dims: int) -> Edit:
+    return _replaced("Int8Linear", 1, np.zeros(dims, np.uint8))
+
+
+def _cut(op_type: str, index: int, *shape: int) -> Edit:
+    return _replaced(op_type, index, np.ones(shape, np.float32))
+
+
+GATE, MERGED = "Int8GatedLinear", "Int8Linear3"
+LIES: dict[str, tuple[str, Edit]] = {
+    "more columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [65])),
+    "fewer columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [32])),
+    "no columns": ("Int8Linear", _attribute("Int8Linear", "columns", [0])),
+    "negative columns": ("Int8Linear", _attribute("Int8Linear", "columns", [-64])),
+    "columns beyond all memory": ("Int8Linear", _attribute("Int8Linear", "columns", [(1 << 63) - 1])),
+    "two numbers of columns": ("Int8Linear", _attribute("Int8Linear", "columns", [64, 64])),
+    "no number of columns": ("Int8Linear", _attribute("Int8Linear", "columns", [])),
+    "columns missing": ("Int8Linear", _attribute("Int8Linear", "columns", None)),
+    "columns a text": ("Int8Linear", _attribute("Int8Linear", "columns", "64")),
+    "columns of one of three": (MERGED, _attribute(MERGED, "columns", [64])),
+    "a third of other columns": (MERGED, _attribute(MERGED, "columns", [64, 64, 30])),
+    "gate and up differ": (GATE, _attribute(GATE, "columns", [96, 95])),
+    "panels in another order": ("Int8Linear", _reshaped("Int8Linear", 1, 16, 2, 32, 4)),
+    "panels of 16 columns": ("Int8Linear", _reshaped("Int8Linear", 1, 4, 16, 16, 4)),
+    "panels in a row": ("Int8Linear", _reshaped("Int8Linear", 1, 2 * 16 * 32 * 4)),
+    "panels of five dimensions": ("Int8Linear", _reshaped("Int8Linear", 1, 1, 2, 16, 32, 4)),
+    "panels of nothing": ("Int8Linear", _panels(2, 0, 32, 4)),
+    "panels of another number": ("Int8Linear", _replaced("Int8Linear", 1, np.zeros((2, 16, 32, 4), np.int8))),
+    "scales too few": ("Int8Linear", _cut("Int8Linear", 2, 32)),
+    "one scale": ("Int8Linear", _cut("Int8Linear", 2)),
+    "an input of another width": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 68)),
+    "an odd input": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 62)),
+    "an input of no width": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 0)),
+    "an input and panels of no width": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 3, 0), _panels(2, 0, 32, 4))),
+    "sums beyond 32 bits": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 1, 132_112), _panels(2, 132_112 // 4, 32, 4))),
+    "an input that is one number": ("Int8Linear", _cut("Int8Linear", 0)),
+    "an input of five dimensions": ("Int8Linear", _cut("Int8Linear", 0, 1, 1, 1, 3, 64)),
+    "heads that kv_heads do not divide": ("CachedAttention", _attribute("CachedAttention", "kv_heads", 3)),
+    "no heads": ("CachedAttention", _attribute("CachedAttention", "heads", 0)),
+    "no kv_heads": ("CachedAttention", _attribute("CachedAttention", "kv_heads", 0)),
+    "negative heads": ("CachedAttention", _attribute("CachedAttention", "heads", -4)),
+    "heads beyond all memory": ("CachedAttention", _attribute("CachedAttention", "heads", 1 << 62)),
+    "heads missing": ("CachedAttention", _attribute("CachedAttention", "heads", None)),
+    "twice the heads": ("CachedAttention", _attribute("CachedAttention", "heads", 8)),
+    "tables of too few rows": (
+        "CachedAttention",
+        _both(_cut("CachedAttention", 6, 2, 8), _cut("CachedAttention", 7, 2, 8)),
+    ),
+    "tables of nothing": (
+        "CachedAttention",
+        _both(_cut("CachedAttention", 6, 256, 0), _cut("CachedAttention", 7, 256, 0)),
+    ),
+    "cos of too few rows": ("CachedAttention", _cut("CachedAttention", 6, 3, 8)),
+    "sin of too few rows": ("CachedAttention", _cut("CachedAttention", 7, 3, 8)),
+    "cos of another head size": ("CachedAttention", _cut("CachedAttention", 6, 256, 4)),
+    "cos of nothing": ("CachedAttention", _cut("CachedAttention", 6, 256, 0)),
+    "cos in a row": ("CachedAttention", _cut("CachedAttention", 6, 2048)),
+    "keys of another length": ("CachedAttention", _cut("CachedAttention", 1, 1, 2, 64)),
+    "values that are one number": ("CachedAttention", _cut("CachedAttention", 2)),
+    "past values of other rows": ("CachedAttention", _cut("CachedAttention", 4, 1, 4, 7, 16)),
+    "positions behind the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1, 256]]))),
+    "positions before the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, -1, 2]]))),
+    "positions of another shape": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1]]))),
+    "a bias of another vocabulary": ("Candidates", _cut("Candidates", 1, 159)),
+    "a bias for each row": ("Candidates", _cut("Candidates", 1, 1, 160)),
+    "logits of one token": ("Candidates", _cut("Candidates", 0, 1, 3, 1)),
+    "logits in a table": ("Candidates", _cut("Candidates", 0, 3, 160)),
+    "logits that are one number": ("Candidates", _cut("Candidates", 0)),
+}
+
+
+@pytest.fixture
+def lying(int8_bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Make the bundle of a lie; its manifest is right."""
+
+    def make(name: str) -> Path:
+        bundle = Path(shutil.copytree(int8_bundles["llada"], tmp_path / "bundle"))
+        model = onnx.load(bundle / GRAPH, load_external_data=False)
+        LIES[name][1](model)
+        onnx.save(model, bundle / GRAPH)
+        manifest = read_manifest(bundle)
+        del manifest["files"]
+        finish(bundle, manifest)
+        return bundle
+
+    return make
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_graph_that_lies_is_refused_by_its_operator(lying: Callable[[str], Path], name: str) -> None:
+    bundle = lying(name)
+    with pytest.raises(DlmError) as refused, dlm_runtime.open(bundle) as opened:
+        opened.generate(tokens=[1], max_new_tokens=2)
+    assert isinstance(refused.value, EngineError | dlm_runtime.BundleError)
+    assert LIES[name][0] in str(refused.value)
+
+
+# ---- Under sanitizers ----
+
+
+def test_kernels_agree_with_plain_loops_under_sanitizers(sanitized: Path) -> None:  # noqa: F811
+    out = succeed(sanitized / "kernels_test")
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_no_lie_gets_past_the_sanitizers(sanitized_example: Path, lying: Callable[[str], Path], name: str) -> None:  # noqa: F811
+    done = run(sanitized_example, lying(name), "2", "1", ASAN_OPTIONS="detect_leaks=1")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert LIES[name][0] in done.stderr
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_passes_of_the_kernels_are_clean_under_sanitizers(
+    sanitized_example: Path,  # noqa: F811
+    bundles: dict[str, Path],
+    name: str,
+    kernels: str,
+) -> None:
+    done = run(sanitized_example, bundles[name], "40", "3", "1", "4", ASAN_OPTIONS="detect_leaks=1", DLM_KERNELS=kernels)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- Another processor ----
+
+
+def test_kernels_for_aarch64_agree_with_plain_loops() -> None:
+    cross = shutil.which("aarch64-linux-gnu-g++")
+    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if cross is None or emulator is None:
+        pytest.skip("g++-aarch64-linux-gnu or qemu-user is not installed")
+    folder = REPOSITORY / "build" / "native-aarch64"
+    compilers = [f"-DCMAKE_CXX_COMPILER={cross}", f"-DCMAKE_C_COMPILER={cross.removesuffix('g++')}gcc"]
+    options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DDLM_BUILD_TESTS=ON"]
+    succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options, *compilers)
+    succeed(tool("cmake"), "--build", folder, "--target", "kernels_test")
+    out = succeed(emulator, folder / "kernels_test")
+    assert out.startswith("neon-dotprod\n")
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
+
+
+# ---- Panels ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups=st.integers(1, 20), columns=st.integers(1, 100), seed=st.integers(0, 9))
+def test_panels_hold_every_code_where_the_functions_look_for_it(groups: int, columns: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
+    panels = functions.panels(codes)
+    assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
+    # As the body of Int8Linear takes them apart.
+    whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
+    assert (whole[:, :columns] == codes).all()
+    assert (whole[:, columns:] == 0).all()
