@@ -1,4 +1,4 @@
-"""Who is measured: this project's runtime, the reference loop in torch, llama.cpp; each does one request at a time.
+"""Who is measured: this project's runtime, the reference loop in torch, llama.cpp.
 
 Names are ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0).
 Each engine is imported only by its own contestant: one process runs one of them, and its memory is measured.
@@ -64,23 +64,20 @@ class Native(Contestant):
         self.weights_bytes = sum(entry["bytes"] for name, entry in entries.items() if name in (graph, f"{graph}.data"))
 
     def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
-        if len(prompts) > 1:
-            raise NotOffered("one sequence a request")
         began = time.perf_counter()
-        done = self.bundle.generate(tokens=prompts[0], max_new_tokens=new, **policy)
+        done = self.bundle.generate_batch(tokens=prompts, max_new_tokens=new, max_batch=len(prompts), **policy)
+        nfe = max(one.nfe for one in done)
         return {
             "seconds": time.perf_counter() - began,
-            "selection_s": done.timings["selection"],
-            "canvases": [done.tokens],
-            "nfe": done.nfe,
-            "timed_passes": done.nfe,
-            "cache_bytes": done.cache_bytes,
+            "selection_s": done[0].timings["selection"],
+            "canvases": [one.tokens for one in done],
+            "nfe": nfe,
+            "timed_passes": nfe,
+            "cache_bytes": done[0].cache_bytes,
         }
 
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-        if B > 1:
-            raise NotOffered("one sequence a pass")
-        return lambda: self.bundle.time_passes(T, S, R, 1)[0]
+        return lambda: self.bundle.time_passes(T, S, R, 1, B)[0]
 
     def best_tokens(self, canvas: Canvas) -> list[int]:
         found: list[int] = self.bundle.logits(canvas).argmax(1).tolist()

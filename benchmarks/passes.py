@@ -3,7 +3,7 @@
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
 One interleaved run in one process. Plain ONNX Runtime computes the functions of the graph for which the native runtime has
-operators of its own; it also takes batches. Whole generations, and llama.cpp, are in generation.py.
+operators of its own. Whole generations, and llama.cpp, are in generation.py.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def onnx_pass(engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: i
     return lambda: engine.run(["top_token", "top_prob"], feeds)
 
 
-def native_pass(bundle: dlm_runtime.Bundle, T: int, S: int, R: int) -> Callable[[], float]:
+def native_pass(bundle: dlm_runtime.Bundle, B: int, T: int, S: int, R: int) -> Callable[[], float]:
     """The seconds that the engine of the native runtime takes for a pass."""
-    return lambda: bundle.time_passes(T, S, R, 1)[0]
+    return lambda: bundle.time_passes(T, S, R, 1, B)[0]
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def main() -> None:
         for name, folder in folders.items():
             bundles[f"native {name}"] = stack.enter_context(dlm_runtime.open(folder, check_hashes=False))
         for B, T, S, R in PASSES:
-            runs = {name: native_pass(bundle, T, S, R) for name, bundle in bundles.items() if B == 1}  # one sequence a pass
+            runs = {name: native_pass(bundle, B, T, S, R) for name, bundle in bundles.items()}
             runs |= {name: clocked(onnx_pass(engine, B, T, S, R)) for name, engine in engines.items()}
             runs |= {name: clocked(torch_pass(denoiser, B, T, S, R)) for name, denoiser in denoisers.items()}
             result["passes"][f"B={B} T={T} S={S} R={R}"] = rows = interleave(runs, arguments.rounds)

@@ -1057,6 +1057,29 @@ static void test_requests_are_together_where_they_fit(void) {
   dlm_bundle_destroy(bundle);
 }
 
+static void test_requests_that_are_done_leave_at_the_next_full_pass(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 0);
+  several s;
+  policy.cache = "dual";
+  f.eos_at = 5;
+  for (policy.refresh = 0; policy.refresh <= 8; policy.refresh += 8) {
+    memset(f.batches, 0, sizeof f.batches);
+    prepare(&s, 27);
+    s.canvases[1][5] = 7; /* it meets no end token and fills three blocks, the other one the first */
+    memcpy(s.canvases[1] + 6, s.canvases[0] + 6, 21 * sizeof(int32_t));
+    SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, 2, 2, NULL), DLM_OK);
+    CLAIM(s.requests[0].nfe == 8 && s.canvases[0][26] == EOS && s.requests[1].nfe == 23 && s.canvases[1][26] != EOS);
+    CLAIM(f.batches[2] == (policy.refresh == 0 ? 8 : 24) && f.batches[1] == (policy.refresh == 0 ? 16 : 0));
+  }
+  CLAIM(f.broken_promises == 0);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
 /* ---- Threads ---- */
 
 typedef struct {
@@ -1139,6 +1162,7 @@ int main(int argc, char **argv) {
   test_wrong_batches_are_refused_by_number();
   test_batches_of_every_kind_give_what_one_by_one_gives();
   test_requests_are_together_where_they_fit();
+  test_requests_that_are_done_leave_at_the_next_full_pass();
   test_threads(argv[1]);
   printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;

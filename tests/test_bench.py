@@ -48,7 +48,7 @@ def invoke(*arguments: object) -> Result:
 @pytest.fixture(scope="module")
 def told(llada_bundle: Path) -> dict[str, Any]:
     """A run of the command with nothing left out, the machine's rates included."""
-    result = invoke(llada_bundle, *SMALL, "--preset", "fast-dllm", "--json")
+    result = invoke(llada_bundle, *SMALL, "--preset", "fast-dllm", "--batch", "1,3", "--json")
     assert result.exit_code == 0, result.output
     loaded: dict[str, Any] = json.loads(result.stdout)
     return loaded
@@ -63,14 +63,16 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
-    keys = ["machine", "bundle", "threads", "roofline", "passes", "generation", "memory", "notes"]
+    keys = ["machine", "bundle", "threads", "roofline", "passes", "generation", "batches", "memory", "notes"]
     assert list(told) == keys
     assert set(told["bundle"]) == {"path", "precision", "parameters", "engine"}
     assert {"read_bytes_per_s", "int8_macs_per_s", "fp32_macs_per_s"} < set(told["roofline"])
     for row in told["passes"]:
-        assert set(row) == {"tokens", "cached", "rows", "ms", "quartiles_ms", "limit_ms", "ratio"}
+        assert set(row) == {"batch", "tokens", "cached", "rows", "ms", "quartiles_ms", "limit_ms", "ratio"}
     made = {"prompt_tokens", "new_tokens", "preset", "nfe", "tokens_per_s", "seconds", "parts"}
     assert set(told["generation"]) == made
+    for row in told["batches"]:
+        assert set(row) == {"batch", "seconds", "tokens_per_s", "speedup", "cache_bytes"}
     assert set(told["generation"]["parts"]) == {"engine", "selection", "cache", "other"}
     assert set(told["memory"]) == {"peak_rss_bytes", "weights_bytes", "cache_bytes", "ratio"}
     assert told["notes"] == []
@@ -83,7 +85,13 @@ def test_figures_of_a_run_agree_with_each_other(told: dict[str, Any], llada_bund
     assert made["parts"]["cache"] > 0, "a dual cache moves keys and values"
     assert made["tokens_per_s"] * made["seconds"] == pytest.approx(10)
     assert (made["prompt_tokens"], made["new_tokens"], made["preset"]) == (6, 10, "fast-dllm")
-    assert [(row["tokens"], row["cached"], row["rows"]) for row in told["passes"]] == [(4, 8, 3), (12, 0, 12)]
+    sizes = [(row["batch"], row["tokens"], row["cached"], row["rows"]) for row in told["passes"]]
+    assert sizes == [(1, 4, 8, 3), (3, 4, 8, 3), (1, 12, 0, 12), (3, 12, 0, 12)]
+    alone, three = told["batches"]
+    assert (alone["batch"], alone["seconds"], alone["speedup"]) == (1, made["seconds"], 1)
+    assert (three["batch"], three["cache_bytes"]) == (3, 3 * alone["cache_bytes"])
+    assert three["tokens_per_s"] == pytest.approx(3 * 10 / three["seconds"])
+    assert three["speedup"] == pytest.approx(three["tokens_per_s"] / alone["tokens_per_s"])
     for row in told["passes"]:
         low, high = row["quartiles_ms"]
         assert 0 < low <= row["ms"] <= high
@@ -109,14 +117,14 @@ def test_passes_are_counted_as_the_loop_counts_them(llada_bundle: Path, preset: 
 def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     totals, asked = iter([9.0, 8.0, 10.0]), []
 
-    def generate(self: Bundle, **request: Any) -> Generation:
+    def generate(self: Bundle, **request: Any) -> list[Generation]:
         asked.append(request)
         timings = {"prefill": 1.0, "passes": 4.0, "selection": 2.0, "cache": 0.5, "total": next(totals)}
-        return Generation([], None, 7, timings, 0)
+        return [Generation([], None, 7, timings, 0)] * len(request["tokens"])
 
-    monkeypatch.setattr(Bundle, "generate", generate)
+    monkeypatch.setattr(Bundle, "generate_batch", generate)
     seconds = [9.0] * bench.WARM_UP + [0.004, 0.001, 0.003, 0.002, 0.005]
-    monkeypatch.setattr(Bundle, "time_passes", lambda self, tokens, cached, rows, repeats: seconds[:repeats])
+    monkeypatch.setattr(Bundle, "time_passes", lambda self, tokens, cached, rows, repeats, batch: seconds[:repeats])
     options = bench.BenchOptions(threads=1, passes=(bench.PassSize(4, 0, 4),), prompt_tokens=3, new_tokens=18, rounds=5)
     result = bench.bench(llada_bundle, options)
     assert result["generation"]["seconds"] == 9.0
@@ -124,7 +132,10 @@ def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch
     assert result["generation"]["parts"] == {"engine": 5.0, "selection": 2.0, "cache": 0.5, "other": 1.5}
     assert result["passes"][0]["ms"] == pytest.approx(3.0)
     assert result["passes"][0]["quartiles_ms"] == pytest.approx([1.5, 4.5])
-    assert [(len(request["tokens"]), request["max_new_tokens"], request["stop"]) for request in asked] == [(3, 18, "none")] * 3
+    assert [(len(request["tokens"][0]), request["max_new_tokens"], request["stop"]) for request in asked] == [
+        (3, 18, "none")
+    ] * 3
+    assert all(len(request["tokens"]) == request["max_batch"] == 1 for request in asked)
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -138,11 +149,12 @@ def test_limits_are_those_of_the_counted_work(llada_bundle: Path) -> None:
 
 @pytest.mark.usefixtures("known_machine")
 def test_the_table_says_what_json_says(llada_bundle: Path) -> None:
-    result = invoke(llada_bundle, *SMALL)
+    result = invoke(llada_bundle, *SMALL, "--batch", "2")
     assert result.exit_code == 0, result.output
+    assert "times one's" in result.stdout
     for words in ("fp32, ", "1.0 GB/s of reads", "int8 4 (2 at 32 rows)", "10 passes", "tokens/s", "selection", "times both"):
         assert words in result.stdout
-    assert len([line for line in result.stdout.splitlines() if " .. " in line]) == 2
+    assert len([line for line in result.stdout.splitlines() if " .. " in line]) == 4
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -173,6 +185,9 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
         (("--prompt-tokens", 250), "longer than the denoiser's 256"),
         (("--new-tokens", 0), "--new-tokens"),
         (("--rounds", 2), "--rounds"),
+        (("--batch", "4,"), "write numbers of requests with commas"),
+        (("--batch", "0"), "write numbers of requests with commas"),
+        (("--batch", "9999"), "a pass of 9999 requests: a batch has 1..4096"),
         (("--engine", "abacus"), "--engine"),
         (("--threads", -1), "--threads"),
     ],
@@ -237,6 +252,9 @@ def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
     assert len(seconds) == 5
     assert all(second > 0 for second in seconds)
     assert denoiser.passes == 5
+    assert len(denoiser.bundle.time_passes(4, 0, 2, 1, batch=3)) == 1
+    assert denoiser.passes == 8, "a call for each of its requests"
+    denoiser.passes = 5
     for sizes in ((0, 0, 1), (4, -1, 4), (4, 0, 5), (4, 512, 4), (1 << 40, 0, 1)):
         with pytest.raises(RequestError):
             denoiser.bundle.time_passes(*sizes, 1)

@@ -1,8 +1,8 @@
 """``dlm-export bench``: what passes and a generation of a bundle cost on this machine, and how far that is from its limit.
 
 Everything is measured through the native runtime, in one process: first a generation, after which the process's peak memory
-is read, as a service would have it; then passes of given sizes by themselves; last the machine's own rates (``roofline``),
-whose arrays the peak must not count. Needs the base install; the roofline needs onnx.
+is read, as a service would have it; then several generations at once; then passes of given sizes by themselves; last the
+machine's own rates (``roofline``), whose arrays the peak must not count. Needs the base install; the roofline needs onnx.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class BenchOptions:
     new_tokens: int | None = None
     preset: str | None = None
     rounds: int = 15
+    batches: tuple[int, ...] = (1,)  # requests that share passes; 1, to compare with, is measured in any case
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
@@ -62,36 +64,48 @@ def parse_passes(text: str) -> tuple[PassSize, ...]:
     return tuple(sizes)
 
 
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Numbers of requests such as ``1,4,8``. Raises RequestError that says how they are written."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
+        raise RequestError(f"batch {text!r}: write numbers of requests with commas, 1 to 4096 each: 1,4,8")
+    return tuple(map(int, parts))
+
+
 def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Measure the bundle in the folder ``path``; returns what ``bench --json`` prints, sizes in bytes.
 
     Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the roofline's, ``ratio`` the distance.
-    A generation is the one of median length; its ``parts`` are seconds and add up to ``seconds``.
+    A generation is the one of median length; its ``parts`` are seconds and add up to ``seconds``. ``batches`` are generations
+    of several requests at once, all of one length; ``speedup`` is in tokens/s, over one at a time.
     Raises what ``dlm_runtime.open`` raises, and RequestError for passes and lengths that the bundle does not take.
     """
     progress = progress or Silent()
     rounds = max(3, options.rounds // GENERATION_SHARE)
+    batches = sorted({1, *options.batches})
     with dlm_runtime.open(path, engine=options.engine, threads=options.threads) as bundle:
         manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.engine.startswith("onnxruntime")
         preset = options.preset or manifest["default_preset"]
         sizes = options.passes or _fitting_passes(bundle)
-        for size in sizes:
-            bundle.time_passes(size.tokens, size.cached, size.rows, 0)  # what cannot be is refused before the long part
-        progress.start("generate", rounds)
-        generation = _generate(bundle, options, preset, rounds, progress)
+        made = list(product(sizes, batches))
+        for size, batch in made:  # what cannot be is refused before the long part
+            bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
+        progress.start("generate", rounds * len(batches))
+        generation = _generate(bundle, options, preset, 1, rounds, progress)
         memory = _memory(manifest, generation, is_on_cpu)
-        progress.start("passes", len(sizes))
+        generations = [generation, *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:])]
+        progress.start("passes", len(made))
         passes = []
-        for size in sizes:
-            seconds = bundle.time_passes(size.tokens, size.cached, size.rows, WARM_UP + options.rounds)[WARM_UP:]
-            passes.append(asdict(size) | _milliseconds(seconds))
+        for size, batch in made:
+            seconds = bundle.time_passes(size.tokens, size.cached, size.rows, WARM_UP + options.rounds, batch)[WARM_UP:]
+            passes.append({"batch": batch} | asdict(size) | _milliseconds(seconds))
             progress.advance()
     progress.start("roofline", 1)
     machine, note = _machine(options.threads, is_on_cpu)
-    for row, size in zip(passes, sizes, strict=True):
+    for row, (size, batch) in zip(passes, made, strict=True):
         row["limit_ms"] = row["ratio"] = None
         if machine is not None:
-            limit_ms = roofline.limit_s(_work(manifest, size), machine.rates()) * 1e3
+            limit_ms = roofline.limit_s(_work(manifest, size, batch), machine.rates()) * 1e3
             row |= {"limit_ms": limit_ms, "ratio": row["ms"] / limit_ms}
     return {
         "machine": this_machine(),
@@ -105,6 +119,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "roofline": None if machine is None else asdict(machine),
         "passes": passes,
         "generation": generation.as_dict(),
+        "batches": [one.as_batch(generation) for one in generations],
         "memory": memory,
         "notes": [note] if note else [],
     }
@@ -126,7 +141,21 @@ class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
-    result: Generation  # the round of median length
+    batch: int
+    result: Generation  # the round of median length, one of its requests
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.new_tokens / self.result.timings["total"]
+
+    def as_batch(self, alone: _Generation) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "seconds": self.result.timings["total"],
+            "tokens_per_s": self.tokens_per_s,
+            "speedup": self.tokens_per_s / alone.tokens_per_s,
+            "cache_bytes": self.result.cache_bytes,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         timings = self.result.timings
@@ -140,25 +169,26 @@ class _Generation:
             "new_tokens": self.new_tokens,
             "preset": self.preset,
             "nfe": self.result.nfe,
-            "tokens_per_s": self.new_tokens / timings["total"],
+            "tokens_per_s": self.tokens_per_s,
             "seconds": timings["total"],
             "parts": parts | {"other": timings["total"] - sum(parts.values())},
         }
 
 
-def _generate(bundle: Bundle, options: BenchOptions, preset: str, rounds: int, progress: Progress) -> _Generation:
-    """Rounds of one request with made-up tokens, in which no end token ends anything: all of ``new_tokens`` are computed."""
+def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress) -> _Generation:
+    """Rounds of requests with made-up tokens, in which no end token ends anything: all of ``new_tokens`` are computed."""
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
     new = half if options.new_tokens is None else options.new_tokens
     usual = [token for token in range(bundle.vocab_size) if token not in {bundle.mask_token_id, *bundle.eos_token_ids}]
-    prompt = random.Random(0).choices(usual, k=given)
+    rng = random.Random(0)
+    prompts = [rng.choices(usual, k=given) for _ in range(batch)]
     results = []
     for _ in range(rounds):
-        results.append(bundle.generate(tokens=prompt, max_new_tokens=new, preset=preset, stop="none"))
+        results += bundle.generate_batch(tokens=prompts, max_new_tokens=new, preset=preset, stop="none", max_batch=batch)[:1]
         progress.advance()
     results.sort(key=lambda result: result.timings["total"])
-    return _Generation(given, new, preset, results[len(results) // 2])
+    return _Generation(given, new, preset, batch, results[len(results) // 2])
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
@@ -199,9 +229,9 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
         return None, f"no roofline: {err.name} is not installed; the export extra has it: pip install 'dlm-export[export]'"
 
 
-def _work(manifest: dict[str, Any], size: PassSize) -> roofline.Work:
+def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
     """The work of a pass on a CPU, which computes in full precision what it has no arithmetic for."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
-    element_bytes = roofline.CACHE_BYTES[manifest["graph"]["cache_dtype"]]
-    return roofline.work_of(manifest["denoiser"], real, size.tokens, size.cached, size.rows, element_bytes=element_bytes)
+    denoiser, element_bytes = manifest["denoiser"], roofline.CACHE_BYTES[manifest["graph"]["cache_dtype"]]
+    return roofline.work_of(denoiser, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes)

@@ -691,10 +691,11 @@ def run(
 @click.option(
     "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
 )
+@click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
 @_engine_option
 @_threads_option
 @_json_option
-def bench(bundle: Path, passes: str | None, as_json: bool, **values: Any) -> None:
+def bench(bundle: Path, passes: str | None, batch: str | None, as_json: bool, **values: Any) -> None:
     """Measure a bundle on this machine: passes, a generation and its parts, memory, and the distance from the machine's limit.
 
     Example: dlm-export bench build/demo-int8 --preset fast-dllm --passes "32,224,32;256,0,256"
@@ -702,8 +703,9 @@ def bench(bundle: Path, passes: str | None, as_json: bool, **values: Any) -> Non
     from dlm_export import bench as bencher
 
     sizes = None if passes is None else bencher.parse_passes(passes)
+    batches = (1,) if batch is None else bencher.parse_batches(batch)
     with Bars() as bars:
-        result = bencher.bench(bundle, bencher.BenchOptions(passes=sizes, **values), bars)
+        result = bencher.bench(bundle, bencher.BenchOptions(passes=sizes, batches=batches, **values), bars)
     if as_json:
         print_json(result)
     else:

@@ -299,7 +299,7 @@ def print_bench(result: Mapping[str, Any]) -> None:
         )
     rows = [
         [
-            *(str(row[key]) for key in ("tokens", "cached", "rows")),
+            *(str(row[key]) for key in ("batch", "tokens", "cached", "rows")),
             f"{row['ms']:.2f}",
             " .. ".join(f"{value:.2f}" for value in row["quartiles_ms"]),
             _shown(row["limit_ms"], ".2f"),
@@ -307,7 +307,7 @@ def print_bench(result: Mapping[str, Any]) -> None:
         ]
         for row in result["passes"]
     ]
-    print_table("Passes", ["tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
+    print_table("Passes", ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
     made, memory = result["generation"], result["memory"]
     click.echo(
         f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, preset {made['preset']}: "
@@ -315,6 +315,12 @@ def print_bench(result: Mapping[str, Any]) -> None:
     )
     rows = [[part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"] for part, seconds in made["parts"].items()]
     print_table("Where its time went", ["part", "ms", "share"], rows)
+    if len(result["batches"]) > 1:
+        rows = [
+            [str(row["batch"]), f"{row['seconds']:.3f}", f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}"]
+            for row in result["batches"]
+        ]
+        print_table("Requests at once, of that length each", ["batch", "s", "tokens/s", "times one's"], rows)
     click.echo(
         f"Memory: {format_bytes(memory['peak_rss_bytes'])} at the generation's peak, weights "
         f"{format_bytes(memory['weights_bytes'])}, keys and values {format_bytes(memory['cache_bytes'])}"

@@ -250,9 +250,9 @@ DLM_API dlm_status dlm_session_logits(dlm_session *session, const int32_t *token
                                       size_t row_count, float *logits, size_t capacity);
 
 /* For measuring: the seconds [repeats] that the engine takes for a pass of `batch` requests, each with `tokens` over `cached`
- * ones and `rows` of them scored, made `repeats` times on made-up tokens (0: only checked). For cached > 0 a full pass fills the
- * cache first, untimed. Drops a running request. INVALID_ARGUMENT if the denoiser or the engine takes no such pass, UNSUPPORTED
- * for cached > 0 where the denoiser has no cache, and for a batch that the engine does not take. */
+ * ones and `rows` of them scored, made `repeats` times on made-up tokens (0: only checked). For cached > 0 a full pass fills
+ * the cache first, untimed. Drops a running request. INVALID_ARGUMENT if the denoiser or the engine takes no such pass,
+ * UNSUPPORTED for cached > 0 where the denoiser has no cache, and for a batch that the engine does not take. */
 DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
                                            double *seconds, size_t repeats);
 

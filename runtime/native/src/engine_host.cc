@@ -11,9 +11,9 @@
 namespace dlm {
 namespace {
 
-// Where the rows of a tensor of keys or values lie: heads * L of them, one for every head and position, heads being those of all
-// requests of a batch. A pass reads [heads, S] at the start and writes [heads, T] behind them; S + T is the canvas, so together
-// they fill it exactly.
+// Where the rows of a tensor of keys or values lie: heads * L of them, one for every position and every head of all requests of
+// a batch. A pass reads [heads, S] at the start and writes [heads, T] behind them; S + T is the canvas, so together they fill
+// it exactly.
 //
 // As cached rows may stand in any order, another S or other positions move only the rows that are outside their head's new
 // part: as many as a few blocks have, times the heads before, however long the canvas is.
