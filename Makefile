@@ -4,8 +4,8 @@
 #   make test   lint, types, and all tests but the slow ones
 
 PYTHON ?= python3
-# What generation.py is given: `make bench BENCH=--quick` takes minutes, all of it about four hours.
-BENCH ?= --sampled-passes 4 --json build/benchmarks/generation.json --markdown build/benchmarks/generation.md
+# Options of generation.py, which then runs alone: `make bench BENCH=--quick` takes ten minutes, everything about five hours.
+BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -37,9 +37,17 @@ format: $(STAMP)
 bench: $(STAMP)
 	@# llama.cpp is compiled for this machine's instructions. Where it cannot be, generation.py names what it leaves out.
 	CMAKE_ARGS=-DGGML_NATIVE=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt || true
+ifneq ($(BENCH),)
 	$(BIN)/python benchmarks/generation.py $(BENCH)
-	$(BIN)/python benchmarks/passes.py
+else
+	@mkdir -p build/benchmarks
+	$(BIN)/python benchmarks/generation.py --sampled-passes 4 --json build/benchmarks/generation.json \
+	  --markdown build/benchmarks/generation.md
+	$(BIN)/python benchmarks/passes.py --json build/benchmarks/passes.json
+	$(BIN)/python benchmarks/first_token.py --json build/benchmarks/first_token.json
+	$(BIN)/python benchmarks/long.py --json build/benchmarks/long.json
 	$(BIN)/python benchmarks/export.py
+endif
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3 python3-venv"; exit 1; }

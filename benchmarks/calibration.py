@@ -46,7 +46,7 @@ def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, see
     options = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
     build_from(source, folder, precision=recipe, force=True, check_parity=False, options=options)
     found = accuracy.judge_bundle(
-        folder, source, CalibrationOptions(data=data), judged, Budgets(), threads=1, progress=Silent()
+        folder, source, CalibrationOptions(data=data), judged, Budgets(), engine="onnxruntime", threads=1, progress=Silent()
     ).as_dict()
     with dlm_runtime.open(folder) as bundle:
         states = bundle.manifest["precision"]["calibration"]["states"]

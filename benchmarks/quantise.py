@@ -47,7 +47,7 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
     threshold = 0.9
     if is_quantised:
         judgement = accuracy.judge_bundle(
-            folder, source, CalibrationOptions(data=data), judged, Budgets(), threads=1, progress=Silent()
+            folder, source, CalibrationOptions(data=data), judged, Budgets(), engine="onnxruntime", threads=1, progress=Silent()
         )
         found = judgement.as_dict()
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}

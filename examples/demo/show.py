@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         for command in COMMANDS:
             out = bundle.generate(prompt=command, max_new_tokens=64, preset="fast-dllm")
             times.append(out.timings["total"] * 1e3)
-            print(f"  {command}\n    {out.text}   [{out.nfe} passes, {times[-1]:.0f} ms]")
+            print(f"  {command}\n    {out.text}   [{out.nfe} {'pass' if out.nfe == 1 else 'passes'}, {times[-1]:.0f} ms]")
     print(f"\nMedian {statistics.median(times):.0f} ms a command. The files:")
     for path in sorted(folder.rglob("*")):
         if path.is_file():

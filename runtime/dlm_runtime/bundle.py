@@ -197,8 +197,10 @@ class Bundle:
         """
         given = {"prompt": prompts, "tokens": tokens, "chat": chats}
         chosen = [(name, values) for name, values in given.items() if values is not None]
-        if len(chosen) != 1 or isinstance(chosen[0][1], str):
+        if len(chosen) != 1:
             raise RequestError("give one of prompts, tokens and chats: a list with an entry for each request")
+        if isinstance(chosen[0][1], str):
+            raise RequestError(f"{chosen[0][0]} is one string: give a list with an entry for each request")
         fields, kept = self.policy(preset, **policy), []
         for number, value in enumerate(chosen[0][1]):
             one: dict[str, Any] = dict.fromkeys(given) | {chosen[0][0]: value}
@@ -428,7 +430,8 @@ def open(
     ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
     "none" (the bundle is checked and makes no passes). ``library`` is the path of the engine's library; None looks at
     $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` of ONNX Runtime,
-    0 takes all cores. ``check_hashes=False`` compares files by size only.
+    0 takes all cores; it gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
+    ``check_hashes=False`` compares files by size only.
 
     Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine, RequestError for an
     engine that is not known, or that this bundle or device does not have.

@@ -64,10 +64,12 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 }
 
 constexpr const char* kEngines = "engines/";  // where engine files lie
+constexpr int64_t kLarge = 16 << 20;           // bytes that take 10 ms to hash
 
 // Engine files are compared where one of them is to be run: a damaged one must not keep the graph from the CPU, nor an engine
-// from being built again.
-void check_files(const json::Value& files, const std::string& folder, bool check_hashes, bool with_engines) {
+// from being built again. Without engines to run, hashes of large files are left for the caller to compare.
+std::vector<FileHash> check_files(const json::Value& files, const std::string& folder, bool check_hashes, bool with_engines) {
+  std::vector<FileHash> left;
   for (const json::Value& entry : files.members()) {
     entry.refuse_unknown({"bytes", "sha256"});
     if (!is_safe_name(entry.key())) entry.refuse("not a plain file name inside the bundle");
@@ -85,9 +87,11 @@ void check_files(const json::Value& files, const std::string& folder, bool check
     if (found != expected)
       fail(DLM_BAD_BUNDLE, "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. %s", path.c_str(),
            static_cast<long long>(found), static_cast<long long>(expected), advice);
-    if (check_hashes && sha256_file_hex(path) != hash)
-      fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s", path.c_str(), advice);
+    if (!check_hashes) continue;
+    if (!with_engines && found > kLarge) left.push_back({path, hash, advice});
+    else check_hash({path, hash, advice});
   }
+  return left;
 }
 
 // A file that the manifest names elsewhere must be among the checked ones.
@@ -355,11 +359,17 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   if (root->find("engines") != nullptr)
     for (const json::Value& entry : root->object("engines").members())
       manifest.engines.push_back(read_engine(entry, *root, folder, is_run));
-  check_files(files, folder, check_hashes, is_run);
+  manifest.unhashed = check_files(files, folder, check_hashes, is_run);
   return manifest;
 }
 
 }  // namespace
+
+void check_hash(const FileHash& file) {
+  if (sha256_file_hex(file.path) != file.sha256)
+    fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s", file.path.c_str(),
+         file.advice);
+}
 
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine) {
   std::string folder = path;

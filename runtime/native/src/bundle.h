@@ -13,6 +13,12 @@
 
 namespace dlm {
 
+// A file, what its SHA-256 must be, and what to do where it is not.
+struct FileHash {
+  std::string path, sha256;
+  const char* advice;
+};
+
 struct Manifest {
   std::string text;  // of manifest.json
   Denoiser denoiser;
@@ -21,12 +27,17 @@ struct Manifest {
   bool is_for_gpus = false;         // built for them, though it may hold no engine yet
   std::string default_preset;
   std::vector<std::pair<std::string, dlm_policy>> presets;  // strings are static
+  std::vector<FileHash> unhashed;                           // large files, still to be compared by check_hash
 };
 
 // Reads and checks the bundle in folder `path`; check_hashes = false compares sizes only.
 // Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
 // `engine` is dlm_open_options': engine files and what their entries rest on are compared only where one is to be run.
+// What it leaves in `unhashed` can be compared while an engine maps the same files: nothing may be computed before.
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
+
+// Throws Error(DLM_BAD_BUNDLE) for a file of another hash.
+void check_hash(const FileHash& file);
 
 // Checks what a caller says of a denoiser; throws Error(DLM_INVALID_ARGUMENT).
 Denoiser check_denoiser(const dlm_denoiser& denoiser);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <future>
 #include <memory>
 #include <new>
 #include <optional>
@@ -279,7 +280,17 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
-    opened->engine = open_engine(opened->manifest, engine, library, chosen.threads);
+    // On a thread of its own, if one is to be had, while the engine maps the files.
+    std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
+      for (const dlm::FileHash& file : files) dlm::check_hash(file);
+    });
+    try {
+      opened->engine = open_engine(opened->manifest, engine, library, chosen.threads);
+    } catch (...) {
+      hashed.get();  // a damaged file explains what an engine says of it
+      throw;
+    }
+    hashed.get();
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });

@@ -48,7 +48,7 @@ int choice(const char* name, const char* value) {
 
 double number(const char* name, double value, double low, double high) {
   if (!(value >= low && value <= high))
-    fail(DLM_INVALID_ARGUMENT, "policy: %s = %g is outside %g..%g", name, value, low, high);
+    fail(DLM_INVALID_ARGUMENT, "policy: %s = %.10g is outside %.10g..%.10g", name, value, low, high);
   return value;
 }
 
