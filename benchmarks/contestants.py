@@ -7,6 +7,7 @@ Each engine is imported only by its own contestant: one process runs one of them
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ class NotOffered(Exception):
     """The contestant has no such thing; the text says what is missing."""
 
 
-class Contestant:
+class Contestant(ABC):
     """One engine with one denoiser. Times are seconds, ``B`` sequences are of equal length."""
 
     weights_bytes: int
@@ -35,21 +36,21 @@ class Contestant:
         """What of it belongs beside a figure: versions, build flags."""
         return {}
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
         """Fill ``new`` tokens behind each prompt; ``passes`` stops a loop whose passes all cost the same after about so many.
 
         Returns ``canvases``, ``nfe`` (of the whole loop), ``timed_passes``, ``seconds`` (of those), and, where the engine or
         the loop tells, ``selection_s`` (of those) and ``cache_bytes``.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
         """A pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows; calling it returns its seconds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def best_tokens(self, canvas: Canvas) -> list[int]:
         """The likeliest token of each row of a full pass, the mask token included."""
-        raise NotImplementedError
 
 
 class Native(Contestant):

@@ -38,7 +38,7 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # multiplies its tensor scale by group scales down to 2**-9, and the product has to stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)  # four bits of a subnormal: a coarser scale would be off by more than a code
-_SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
+SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 _BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
 
@@ -327,7 +327,7 @@ def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None, scale_dtype:
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
     """Each row of the last axis by its own range, symmetric around zero; ``dlm_export.functions`` has it in ONNX."""
-    amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), _SMALLEST_ROW)
+    amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))
     fake: np.ndarray = codes * (amax / np.float32(127))
     return fake

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dlm_calibration.formats import SMALLEST_ROW
+
 DOMAIN = "dlm_export"
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 _OPSET = 23
 _F8 = ir.DataType.FLOAT8E4M3FN
-_SMALLEST_RANGE = np.float32(1e-30)  # of a row: one of zeros has codes of zero, not 0 / 0
 
 
 def panels(codes: np.ndarray) -> np.ndarray:
@@ -95,7 +96,7 @@ def _int8_linear(name: str, weights: int, *, is_gated: bool = False) -> ir.Funct
     op, ints = body.op, body.ints
     x = body.inputs[0]
     one = body.constant(np.float32(127))
-    amax = op("Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(_SMALLEST_RANGE))
+    amax = op("Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(SMALLEST_ROW))
     codes = op("Round", op("Mul", x, op("Div", one, amax)))
     # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without VNNI.
     codes = op("Cast", op("Add", codes, body.constant(np.float32(128))), to=ir.DataType.UINT8)

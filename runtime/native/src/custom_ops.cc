@@ -13,19 +13,14 @@
 #include "error.h"
 #include "graph.h"
 #include "kernels.h"
+#include "ort_handles.h"
 
 namespace dlm {
 namespace {
 
 constexpr int kUint8 = 2;  // ElementType of graph.h has those of ports
 constexpr size_t kMostWeights = 3;
-
-void check(const ort::Api& api, OrtStatus* reported) {
-  if (reported == nullptr) return;
-  const std::string message = api.call<ort::GetErrorMessage>(reported);
-  api.call<ort::ReleaseStatus>(reported);
-  throw Error(DLM_ENGINE_FAILED, message);
-}
+constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
 
 // A tensor of a pass; rank is at most 4.
 template <class Element>
@@ -52,18 +47,16 @@ class Call final : public Parallel {
   template <class Element>
   Tensor<const Element> input(size_t index) const {
     const OrtValue* value = nullptr;
-    check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value));
+    check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value), kWhere);
     if (value == nullptr) fail(DLM_BAD_BUNDLE, "input %zu is missing", index);
     Tensor<const Element> tensor{};
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    check(api_, api_.call<ort::GetTensorTypeAndShape>(value, &info));
-    const auto release = [this](OrtTensorTypeAndShapeInfo* held) { api_.call<ort::ReleaseTensorTypeAndShapeInfo>(held); };
-    const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> held(info, release);
-    check(api_, api_.call<ort::GetDimensionsCount>(info, &tensor.rank));
+    Owned<OrtTensorTypeAndShapeInfo, ort::ReleaseTensorTypeAndShapeInfo> info(api_);
+    check(api_, api_.call<ort::GetTensorTypeAndShape>(value, info.out()), kWhere);
+    check(api_, api_.call<ort::GetDimensionsCount>(info.get(), &tensor.rank), kWhere);
     if (tensor.rank > tensor.dims.size()) fail(DLM_BAD_BUNDLE, "input %zu has %zu dimensions", index, tensor.rank);
-    check(api_, api_.call<ort::GetDimensions>(info, tensor.dims.data(), tensor.rank));
+    check(api_, api_.call<ort::GetDimensions>(info.get(), tensor.dims.data(), tensor.rank), kWhere);
     void* data = nullptr;
-    check(api_, api_.call<ort::GetTensorMutableData>(const_cast<OrtValue*>(value), &data));
+    check(api_, api_.call<ort::GetTensorMutableData>(const_cast<OrtValue*>(value), &data), kWhere);
     tensor.data = static_cast<const Element*>(data);
     return tensor;
   }
@@ -76,15 +69,15 @@ class Call final : public Parallel {
   Element* output(size_t index, const int64_t* shape, size_t rank) {
     OrtValue* value = nullptr;
     void* data = nullptr;
-    check(api_, api_.call<ort::KernelContextGetOutput>(context_, index, shape, rank, &value));
-    check(api_, api_.call<ort::GetTensorMutableData>(value, &data));
+    check(api_, api_.call<ort::KernelContextGetOutput>(context_, index, shape, rank, &value), kWhere);
+    check(api_, api_.call<ort::GetTensorMutableData>(value, &data), kWhere);
     return static_cast<Element*>(data);
   }
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
     // As many batches as tasks: a thread that is late takes fewer.
-    check(api_, api_.call<ort::KernelContextParallelFor>(context_, task, count, count, user));
+    check(api_, api_.call<ort::KernelContextParallelFor>(context_, task, count, count, user), kWhere);
   }
 
   const ort::Api& api() const { return api_; }
@@ -98,15 +91,11 @@ class Call final : public Parallel {
 // Memory of the session's own allocator for the length of a call, aligned to 64.
 class Scratch {
  public:
-  Scratch(const Call& call, size_t bytes) : api_(call.api()) {
-    OrtMemoryInfo* memory = nullptr;
-    check(api_, api_.call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault, &memory));
-    OrtStatus* const reported = api_.call<ort::KernelContextGetAllocator>(call.context(), memory, &allocator_);
-    api_.call<ort::ReleaseMemoryInfo>(memory);
-    check(api_, reported);
+  Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
+    check(api_, api_.call<ort::KernelContextGetAllocator>(call.context(), memory, &allocator_), kWhere);
     OrtStatus* const failed = api_.call<ort::AllocatorAlloc>(allocator_, bytes + kAlignment, &data_);
     if (failed != nullptr) api_.call<ort::ReleaseAllocator>(allocator_);
-    check(api_, failed);
+    check(api_, failed, kWhere);
   }
   ~Scratch() {
     OrtStatus* const reported = api_.call<ort::AllocatorFree>(allocator_, data_);
@@ -157,11 +146,12 @@ struct Op {
   Definition is;
   ort::Api api;
   const Kernels* kernels;
+  const OrtMemoryInfo* memory;  // what scratch memory is asked for by
 };
 
 void read_columns(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   size_t count = node.op.is.weights;
-  check(api, api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count));
+  check(api, api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count), kWhere);
   if (count != node.op.is.weights) fail(DLM_BAD_BUNDLE, "columns has %zu numbers, not %zu", count, node.op.is.weights);
 }
 
@@ -193,13 +183,13 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   layer.outputs = outputs.data();
   layer.count = node.op.is.weights;
   layer.is_gated = node.op.is.is_gated;
-  const Scratch scratch(call, layer.scratch_bytes());
+  const Scratch scratch(call, node.op.memory, layer.scratch_bytes());
   kernels.linear(layer, scratch.get(), call);
 }
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "heads", &node.heads));
-  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads));
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "heads", &node.heads), kWhere);
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads), kWhere);
   if (node.kv_heads < 1 || node.heads < node.kv_heads || node.heads % node.kv_heads != 0 || node.heads > INT32_MAX)
     fail(DLM_BAD_BUNDLE, "%lld heads on %lld", static_cast<long long>(node.heads), static_cast<long long>(node.kv_heads));
 }
@@ -326,31 +316,28 @@ constexpr Definition kDefinitions[] = {
 }  // namespace
 
 struct CustomOps::Domain {
-  explicit Domain(const ort::Api& given) : api(given) {}
-  ~Domain() {
-    if (handle != nullptr) api.call<ort::ReleaseCustomOpDomain>(handle);
-  }
-  Domain(const Domain&) = delete;
-  Domain& operator=(const Domain&) = delete;
+  explicit Domain(const ort::Api& given) : api(given), memory(given), handle(given) {}
 
   const ort::Api api;
   std::array<Op, std::size(kDefinitions)> ops{};
-  OrtCustomOpDomain* handle = nullptr;
+  Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory;
+  Owned<OrtCustomOpDomain, ort::ReleaseCustomOpDomain> handle;
 };
 
 CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels) : domain_(std::make_unique<Domain>(api)) {
-  check(api, api.call<ort::CreateCustomOpDomain>("dlm_export", &domain_->handle));
+  check(api, api.call<ort::CreateCustomOpDomain>("dlm_export", domain_->handle.out()), kWhere);
+  check(api, api.call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault, domain_->memory.out()), kWhere);
   for (size_t i = 0; i < domain_->ops.size(); ++i) {
-    domain_->ops[i] = {make_entry(), kDefinitions[i], api, &kernels};
+    domain_->ops[i] = {make_entry(), kDefinitions[i], api, &kernels, domain_->memory.get()};
     const ort::CustomOp* const entry = &domain_->ops[i].entry;
-    check(api, api.call<ort::CustomOpDomainAdd>(domain_->handle, entry));
+    check(api, api.call<ort::CustomOpDomainAdd>(domain_->handle.get(), entry), kWhere);
   }
 }
 
 CustomOps::~CustomOps() = default;
 
 void CustomOps::add_to(OrtSessionOptions* options) const {
-  check(domain_->api, domain_->api.call<ort::AddCustomOpDomain>(options, domain_->handle));
+  check(domain_->api, domain_->api.call<ort::AddCustomOpDomain>(options, domain_->handle.get()), kWhere);
 }
 
 }  // namespace dlm

@@ -114,14 +114,15 @@ class HostContext final : public Context {
     const bool is_read = use == CacheUse::read || use == CacheUse::refresh;
     const bool is_written = use == CacheUse::write || use == CacheUse::refresh;
     if (use == CacheUse::write) lay_out(pass.batch, pass.tokens);
-    const Tensors past = tensors(0), present = tensors(cache_.layer_bytes(pass.batch, pass.cached));
     if (is_read) {
-      pass.past_keys = past.keys.data();
-      pass.past_values = past.values.data();
+      point(past_, 0);
+      pass.past_keys = past_.keys.data();
+      pass.past_values = past_.values.data();
     }
     if (is_written) {
-      pass.present_keys = present.keys.data();
-      pass.present_values = present.values.data();
+      point(present_, cache_.layer_bytes(pass.batch, pass.cached));
+      pass.present_keys = present_.keys.data();
+      pass.present_values = present_.values.data();
     }
     engine_.run(pass);
     if (!is_written) return;
@@ -161,13 +162,15 @@ class HostContext final : public Context {
     storage_bytes_ = bytes;
   }
 
-  Tensors tensors(size_t offset) const {
-    Tensors out;
-    for (size_t i = 0; i < static_cast<size_t>(cache_.layers); ++i) {
-      out.keys.push_back(storage_.get() + 2 * i * tensor_bytes_ + offset);
-      out.values.push_back(storage_.get() + (2 * i + 1) * tensor_bytes_ + offset);
+  // At what lies `offset` bytes into each tensor.
+  void point(Tensors& tensors, size_t offset) const {
+    const auto layers = static_cast<size_t>(cache_.layers);
+    tensors.keys.resize(layers);
+    tensors.values.resize(layers);
+    for (size_t i = 0; i < layers; ++i) {
+      tensors.keys[i] = storage_.get() + 2 * i * tensor_bytes_ + offset;
+      tensors.values[i] = storage_.get() + (2 * i + 1) * tensor_bytes_ + offset;
     }
-    return out;
   }
 
   HostEngine& engine_;
@@ -175,6 +178,7 @@ class HostContext final : public Context {
   const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
   std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...; tensor_bytes_ each
   size_t storage_bytes_ = 0, tensor_bytes_ = 0;
+  Tensors past_, present_;  // of the last pass that had them
   Slots slots_;
 };
 

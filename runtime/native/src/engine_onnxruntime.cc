@@ -19,6 +19,7 @@
 #include "kernels.h"
 #include "library.h"
 #include "ort_api.h"
+#include "ort_handles.h"
 
 namespace dlm {
 namespace {
@@ -59,14 +60,6 @@ Library load_library(const std::string& given) {
   return {ort::Api(table), version};
 }
 
-// Throws what the library reported, if it did.
-void check(const ort::Api& api, OrtStatus* reported, const std::string& context, dlm_status status = DLM_ENGINE_FAILED) {
-  if (reported == nullptr) return;
-  const std::string message = one_line(api.call<ort::GetErrorMessage>(reported));
-  api.call<ort::ReleaseStatus>(reported);
-  throw Error(status, context + ": " + message);
-}
-
 // Whether a graph that could not be loaded is to blame, or the library.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   switch (reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0) {
@@ -78,24 +71,6 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
     default: return DLM_ENGINE_FAILED;
   }
 }
-
-// Owns an object of the library; Release is the entry that frees it.
-template <class Object, class Release>
-class Owned {
- public:
-  explicit Owned(const ort::Api& api) : api_(api) {}
-  ~Owned() {
-    if (object_ != nullptr) api_.call<Release>(object_);
-  }
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  Object* get() const { return object_; }
-  Object** out() { return &object_; }
-
- private:
-  const ort::Api api_;
-  Object* object_ = nullptr;
-};
 
 // ---- Passes ----
 

@@ -1,7 +1,7 @@
 // The arithmetic of a pass that ONNX Runtime's own kernels are slow at: INT8 linear layers, attention over a cache, and the
 // candidates of a row. One implementation (kernels_body.h) over the vector instructions of each processor.
 //
-// Every kernel computes what the function of the same name in the exporter's fused.py says in ONNX operators. Quantised
+// Every kernel computes what the function of the same name in the exporter's functions.py says in ONNX operators. Quantised
 // values are equal to the bit; sums of floats are taken in another order, and exponentials are within 2e-7.
 #pragma once
 

@@ -177,22 +177,22 @@ size_t Request::find_masked() {
   return positions_.size();
 }
 
-void Request::step(const Candidates& candidates, Buffers& buffers) {
+void Request::step(const Predictions& predictions, Buffers& buffers) {
   ++nfe_;
-  score(candidates, buffers);
-  commit(candidates, buffers);
+  score(predictions, buffers);
+  commit(predictions, buffers);
   ++block_step_;
   view_start_ = block().start;
   view_end_ = block().end;
   if (committed_ == static_cast<int32_t>(positions_.size())) finish_block();
 }
 
-void Request::score(const Candidates& candidates, Buffers& buffers) const {
+void Request::score(const Predictions& predictions, Buffers& buffers) const {
   const auto top_k = static_cast<size_t>(denoiser_.top_k);
   buffers.scores.resize(positions_.size());
   for (size_t i = 0; i < positions_.size(); ++i) {
-    const int32_t token = candidates.tokens[i * top_k];
-    const float best = candidates.probs[i * top_k], second = candidates.probs[i * top_k + 1];
+    const int32_t token = predictions.tokens[i * top_k];
+    const float best = predictions.probs[i * top_k], second = predictions.probs[i * top_k + 1];
     if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
       fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[i]);
     double& score = buffers.scores[i];
@@ -204,7 +204,7 @@ void Request::score(const Candidates& candidates, Buffers& buffers) const {
         score = best - second;
         break;
       case Score::entropy:
-        score = candidates.entropy[i];
+        score = predictions.entropy[i];
         break;
       case Score::random:
         score = random_score(policy_.seed, static_cast<uint32_t>(nfe_ - 1), static_cast<uint32_t>(positions_[i]));
@@ -225,7 +225,7 @@ void Request::score(const Candidates& candidates, Buffers& buffers) const {
   }
 }
 
-void Request::commit(const Candidates& candidates, Buffers& buffers) {
+void Request::commit(const Predictions& predictions, Buffers& buffers) {
   const Block& block = blocks_[block_];
   const auto masked = static_cast<int32_t>(positions_.size());
   const int32_t planned = policy_.commit == Commit::timestep
@@ -237,7 +237,7 @@ void Request::commit(const Candidates& candidates, Buffers& buffers) {
   for (size_t rank = 0; rank < buffers.order.size(); ++rank) {
     const auto row = static_cast<size_t>(buffers.order[rank]);
     const auto position = static_cast<size_t>(positions_[row]);
-    const int32_t token = candidates.tokens[row * static_cast<size_t>(denoiser_.top_k)];
+    const int32_t token = predictions.tokens[row * static_cast<size_t>(denoiser_.top_k)];
     if (rank < static_cast<size_t>(committed_)) {
       canvas_[position] = token;
     } else {
@@ -288,8 +288,8 @@ void Batch::step(Context& context, Buffers& buffers) {
   const Stopwatch timer(stats_.selection_s);
   for (const Turn& turn : turns) {
     const size_t first = turn.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
-    const Candidates candidates{pass.top_tokens + candidate, pass.top_probs + candidate, buffers.entropy.data() + first};
-    with_name(turn.request->name(), [&] { turn.request->step(candidates, buffers); });
+    const Predictions predictions{pass.top_tokens + candidate, pass.top_probs + candidate, buffers.entropy.data() + first};
+    with_name(turn.request->name(), [&] { turn.request->step(predictions, buffers); });
   }
 }
 

@@ -37,7 +37,7 @@ struct Buffers {
 constexpr int32_t kMostRequests = 4096;
 
 // What a pass says of a request's scored rows: of each the candidates, top_k of them, and the entropy if it was asked for.
-struct Candidates {
+struct Predictions {
   const int32_t* tokens;
   const float *probs, *entropy;
 };
@@ -79,11 +79,11 @@ class Request {
   const std::vector<int32_t>& masked() const { return positions_; }  // ascending
 
   // Commits after a pass that scored what find_masked found. Throws Error(DLM_ENGINE_FAILED) for impossible candidates.
-  void step(const Candidates& candidates, Buffers& buffers);
+  void step(const Predictions& predictions, Buffers& buffers);
 
  private:
-  void score(const Candidates& candidates, Buffers& buffers) const;
-  void commit(const Candidates& candidates, Buffers& buffers);
+  void score(const Predictions& predictions, Buffers& buffers) const;
+  void commit(const Predictions& predictions, Buffers& buffers);
   void finish_block();
 
   const Denoiser& denoiser_;
