@@ -18,11 +18,12 @@ import numpy as np
 from shapes import ROOT, machine
 
 import dlm_runtime
-from dlm_export import accuracy, calibrate
 from dlm_export.build import QuantiseOptions, build_from
-from dlm_export.judge import Budgets
+from dlm_export.judging import accuracy
+from dlm_export.judging.judge import Budgets
 from dlm_export.progress import Silent
-from dlm_export.samples import CalibrationOptions
+from dlm_export.quantising import calibrate
+from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 
 CHECKPOINT = ROOT / "examples" / "demo-denoiser"
@@ -31,7 +32,7 @@ OUTLIERS, FACTOR = 8, 30.0
 
 def with_outliers(source: Source) -> Source:
     """The same function with a few channels of every norm's output ``FACTOR`` times larger."""
-    c, rng = source.capabilities, np.random.default_rng(0)
+    c, rng = source.network, np.random.default_rng(0)
     folded = calibrate.Folded(source.parameters, c)
     for i in range(c.layers):
         for site in ("attention.q", "mlp.gate"):

@@ -15,7 +15,7 @@ from shapes import bundle_of, checkpoint
 from timing import clocked
 
 if TYPE_CHECKING:
-    from dlm_export.denoiser import Denoiser
+    from dlm_export.network.denoiser import Denoiser
 
 Canvas = list[int]
 NATIVE = "native"
@@ -89,7 +89,7 @@ def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[
     """A pass in torch as the reference loop makes it: body, scored rows, head, softmax and the two best."""
     import torch
 
-    c, dtype = denoiser.capabilities, denoiser.final_norm.weight.dtype
+    c, dtype = denoiser.network, denoiser.final_norm.weight.dtype
     ids, rows = torch.randint(0, 1000, (B, T)), torch.arange(R)
     positions = torch.arange(S, S + T).expand(B, T)
     shape = (B, c.kv_heads, S, c.head_size)
@@ -116,14 +116,14 @@ class Torch(Contestant):
         import torch
 
         from dlm_export import families
-        from dlm_export.checkpoint import Checkpoint
+        from dlm_export.checkpoints.folder import Checkpoint
         from dlm_export.families.base import Overrides
 
         torch.set_num_threads(threads)
         opened = Checkpoint(checkpoint(size))
-        capabilities = families.read_capabilities(opened, Overrides())
+        network = families.read_network(opened, Overrides())
         dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
-        self.denoiser = families.load(families.Weights(opened, capabilities), capabilities, dtype)
+        self.denoiser = families.load(families.Weights(opened, network), network, dtype)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
         if kind.endswith("-compile"):
             # A loop has two shapes of the body, the canvas and a block; the head, left eager, has as many as a block has rows.
@@ -131,7 +131,7 @@ class Torch(Contestant):
             self.denoiser.hidden = torch.compile(self.denoiser.hidden, dynamic=False)  # type: ignore[method-assign]
 
     def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
-        from dlm_export import reference
+        from dlm_export.network import reference
         from dlm_runtime.policy import Policy
 
         if len(prompts) > 1:

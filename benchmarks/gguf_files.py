@@ -51,11 +51,11 @@ def _write(size: str, path: Path) -> None:
     import gguf
 
     from dlm_export import families
-    from dlm_export.checkpoint import Checkpoint
+    from dlm_export.checkpoints.folder import Checkpoint
     from dlm_export.families.base import Overrides
 
     opened = Checkpoint(checkpoint(size))
-    c = families.read_capabilities(opened, Overrides())
+    c = families.read_network(opened, Overrides())
     weights = families.Weights(opened, c)
     writer = gguf.GGUFWriter(path, "llada")
     writer.add_tokenizer_model("none")

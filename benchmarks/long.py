@@ -50,7 +50,7 @@ def bundle_of(precision: str) -> Path:
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
     """One generation, each step timed: seconds of the first pass, ms of later blocks' openings and other passes; bytes held."""
     import dlm_runtime
-    from dlm_export.bench import peak_rss_bytes
+    from dlm_export.planning.bench import peak_rss_bytes
 
     with dlm_runtime.open(path, threads=threads, check_hashes=False) as bundle:
         d = json.loads((path / "manifest.json").read_text())["denoiser"]

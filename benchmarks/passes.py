@@ -24,7 +24,7 @@ from timing import clocked, interleave, show
 
 import dlm_runtime
 from dlm_export import families
-from dlm_export.checkpoint import Checkpoint
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 
 PASSES = ((1, 32, 224, 32), (1, 256, 0, 256), (1, 256, 0, 32), (4, 32, 224, 32), (8, 32, 224, 32))  # (B, T, S, R)
@@ -66,10 +66,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     opened = Checkpoint(checkpoint(arguments.size))
-    capabilities = families.read_capabilities(opened, Overrides())
+    network = families.read_network(opened, Overrides())
     denoisers = {
-        "torch fp32": families.load(families.Weights(opened, capabilities), capabilities),
-        "torch bf16": families.load(families.Weights(opened, capabilities), capabilities, torch.bfloat16),
+        "torch fp32": families.load(families.Weights(opened, network), network),
+        "torch bf16": families.load(families.Weights(opened, network), network, torch.bfloat16),
     }
     folders = {precision: bundle_of(arguments.size, precision) for precision in PRECISIONS}
     engines = {f"onnxruntime {name}": session(folder) for name, folder in folders.items()}

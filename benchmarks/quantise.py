@@ -16,11 +16,11 @@ from typing import Any
 from shapes import ROOT, machine
 
 import dlm_runtime
-from dlm_export import accuracy
 from dlm_export.build import QuantiseOptions, build_from
-from dlm_export.judge import Budgets
+from dlm_export.judging import accuracy
+from dlm_export.judging.judge import Budgets
 from dlm_export.progress import Silent
-from dlm_export.samples import CalibrationOptions, load_data
+from dlm_export.quantising.samples import CalibrationOptions, load_data
 from dlm_export.sources import open_source
 
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
@@ -53,7 +53,7 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}
         row["free_running"] = {k: v for k, v in found["free_running"].items() if not isinstance(v, list)}
         with dlm_runtime.open(folder) as bundle:
-            own = load_data(source.capabilities, source.path, bundle.tokenizer, CalibrationOptions())
+            own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
             fitted = accuracy.fit_threshold(source, bundle, own.calibration[:FITTED], "fast-dllm", lambda: None)
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold

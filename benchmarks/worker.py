@@ -16,7 +16,7 @@ from typing import Any
 
 from contestants import NATIVE, TORCH_NAMES, Contestant, Native, NotOffered, Torch
 
-from dlm_export.bench import peak_rss_bytes
+from dlm_export.planning.bench import peak_rss_bytes
 
 
 def make(name: str, size: str, threads: int) -> Contestant:

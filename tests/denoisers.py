@@ -7,23 +7,23 @@ from pathlib import Path
 import torch
 
 from dlm_export import families
-from dlm_export.checkpoint import Checkpoint
-from dlm_export.denoiser import Denoiser
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
-from dlm_export.reference import philox
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.reference import philox
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, from_callback
 
 
 def load(checkpoint: Path) -> Denoiser:
     """A checkpoint as a torch denoiser in fp32."""
     opened = Checkpoint(checkpoint)
-    capabilities = families.read_capabilities(opened, Overrides())
-    return families.load(families.Weights(opened, capabilities), capabilities)
+    network = families.read_network(opened, Overrides())
+    return families.load(families.Weights(opened, network), network)
 
 
 def under_native_loop(denoiser: Denoiser) -> Bundle:
     """A bundle whose passes torch makes, cache included: the loop is native, the network is the reference's."""
-    c = denoiser.capabilities
+    c = denoiser.network
 
     @torch.no_grad()
     def run(p: CallbackPass) -> None:

@@ -14,12 +14,12 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
-from dlm_export import graph
 from dlm_export.build import QuantiseOptions, build
 from dlm_export.bundle import finish
 from dlm_export.cli import main
-from dlm_export.engines import EngineOptions
-from dlm_export.samples import CalibrationOptions
+from dlm_export.graph import trace
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.tensorrt.estimate import EngineOptions
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
@@ -35,14 +35,14 @@ BUILDS = {
 }
 LONGEST, BLOCK = 512, 32  # the demo's canvas and its default preset's block, in tokens
 
-_trace = graph.trace
-_traces: dict[tuple[object, ...], graph.Graph] = {}
+_trace = trace.trace_pass
+_traces: dict[tuple[object, ...], trace.Graph] = {}
 _bundles: dict[tuple[object, ...], Path] = {}
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # they go when the session ends
 
 
-def trace_once(*arguments: Any, **options: Any) -> graph.Graph:
-    """``graph.trace``, which takes most of a build and gives the same graph every time, once a denoiser and precision."""
+def trace_once(*arguments: Any, **options: Any) -> trace.Graph:
+    """``trace.trace_pass``, which takes most of a build and gives the same graph every time, once a denoiser and precision."""
     key = *arguments, *sorted(options.items())
     if key not in _traces:
         _traces[key] = _trace(*arguments, **options)
@@ -63,7 +63,7 @@ def gpu_bundle(
         _folders.append(tempfile.TemporaryDirectory())
         output = Path(_folders[-1].name) / "bundle"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graph, "trace", trace_once)
+            patch.setattr(trace, "trace_pass", trace_once)
             build(
                 source,
                 output,

@@ -20,7 +20,7 @@ from typing import Any
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # JetPack 7.0
 STREAMING = {"IStreamWriter", "build_serialized_network_to_stream"}  # not in 10.3, which is JetPack 6's
-# NvInfer.h of 10.14 has no compute capabilities: an engine is for the GPU that builds it.
+# NvInfer.h of 10.14 has no compute network: an engine is for the GPU that builds it.
 RTX_ONLY = {"ComputeCapability", "num_compute_capabilities", "get_compute_capability", "set_compute_capability"}
 FLAGS = {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1}  # NetworkDefinitionCreationFlag, NvInfer.h of 10.14
 NAMES = ("HALF", "BF16", "FLOAT", "INT8", "INT4", "FP8", "FP4")

@@ -14,8 +14,8 @@ import pytest
 from engine_bundles import contents, copy_of, dlm_export, edit_device_graph, gpu_bundle, read_manifest, refused
 from onnx import TensorProto, helper
 
-from dlm_export import audit
-from dlm_export.audit import AuditError
+from dlm_export.tensorrt import audit
+from dlm_export.tensorrt.audit import AuditError
 
 BF16 = TensorProto.BFLOAT16
 # Both operands of each are quantised by themselves in one and shared with its neighbours in the other.

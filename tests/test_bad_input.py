@@ -25,10 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from dlm_export import build as builder
 from dlm_export import bundle as bundle_files
-from dlm_export import families, graph, verify
-from dlm_export.checkpoint import CONFIG_LIMIT_BYTES, Checkpoint
+from dlm_export import families, graph
+from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
+from dlm_export.graph import trace, write
+from dlm_export.judging import verify
 
 Change = Callable[[Path], None]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,17 +81,17 @@ def sharded(dream_checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds take the graph of the built bundle instead of seconds to trace it again."""
-    capabilities = families.read_capabilities(Checkpoint(llada_checkpoint), Overrides())
+    network = families.read_network(Checkpoint(llada_checkpoint), Overrides())
 
-    def trace(_: object, precision: str, **__: bool) -> graph.Graph:
+    def trace(_: object, precision: str, **__: bool) -> trace.Graph:
         model = ir.load(llada_bundle / graph.GRAPH_FILE)
         for value in model.graph.initializers.values():
             value.const_value = None
             if value.name != "mask_token_bias":
                 value.dtype = ir.DataType.from_numpy(np.dtype(np.float16 if precision == "fp16" else np.float32))
-        return graph.Graph(model, capabilities, graph.PRECISIONS[precision])
+        return trace.Graph(model, network, graph.PRECISIONS[precision])
 
-    monkeypatch.setattr(graph, "trace", trace)
+    monkeypatch.setattr(trace, "trace_pass", trace)
 
 
 def _config(checkpoint: Path, **changes: Any) -> None:
@@ -426,7 +428,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 def test_a_build_that_will_not_fit_is_refused_before_it_starts(
     llada_checkpoint: Path, small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "trace", lambda *_: pytest.fail("the build started"))
+    monkeypatch.setattr(trace, "trace_pass", lambda *_: pytest.fail("the build started"))
     out = small_disk("8m") / "bundle"
     _build_fails(llada_checkpoint, out, says=(f"{out}: needs ", "only 8,388,608 are free"))
 
@@ -464,7 +466,7 @@ def test_a_build_that_needs_more_memory_than_there_is_says_so(
 # ---- Builds that end early ----
 
 
-STAGES = [(graph, "trace"), (graph, "write"), (bundle_files, "finish"), (builder, "check"), (bundle_files, "_move")]
+STAGES = [(trace, "trace_pass"), (write, "write_graph"), (bundle_files, "finish"), (builder, "check"), (bundle_files, "_move")]
 
 
 @pytest.mark.parametrize(("module", "function"), STAGES, ids=[name for _, name in STAGES])

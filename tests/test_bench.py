@@ -17,13 +17,14 @@ from test_imports import BLOCKED
 
 import dlm_runtime
 from dlm_calibration.recipes import FORMATS
-from dlm_export import bench, families, roofline
+from dlm_export import families
 from dlm_export.build import build
-from dlm_export.checkpoint import Checkpoint
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.quantise import linear_layers
-from dlm_export.roofline import Machine, Rates, Work, layer_shapes, limit_s, work_of
+from dlm_export.graph.quantise import linear_layers
+from dlm_export.planning import bench, roofline
+from dlm_export.planning.roofline import Machine, Rates, Work, layer_shapes, limit_s, work_of
 from dlm_runtime import Bundle, Generation, RequestError
 
 SIZES = "4,8,3; 12,0,12"
@@ -280,15 +281,15 @@ def test_work_of_a_pass_counted_by_hand() -> None:
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_counted_weights_are_those_that_the_denoiser_has(family: str, request: pytest.FixtureRequest) -> None:
     checkpoint = Checkpoint(request.getfixturevalue(f"{family}_checkpoint"))
-    capabilities = families.read_capabilities(checkpoint, Overrides())
-    denoiser = capabilities.as_dict()
-    assert layer_shapes(denoiser) == linear_layers(capabilities)
-    embedding = capabilities.vocab_size * capabilities.hidden_size
-    counted = work_of(denoiser, {}, tokens=capabilities.vocab_size, cached=0, rows=1)
-    assert not capabilities.tied_head
-    assert counted.weight_bytes == 4 * capabilities.parameter_count()
+    network = families.read_network(checkpoint, Overrides())
+    denoiser = network.as_dict()
+    assert layer_shapes(denoiser) == linear_layers(network)
+    embedding = network.vocab_size * network.hidden_size
+    counted = work_of(denoiser, {}, tokens=network.vocab_size, cached=0, rows=1)
+    assert not network.tied_head
+    assert counted.weight_bytes == 4 * network.parameter_count()
     assert work_of(denoiser, {}, tokens=1, cached=0, rows=1).weight_bytes == counted.weight_bytes - 4 * (
-        embedding - capabilities.hidden_size
+        embedding - network.hidden_size
     )
 
 

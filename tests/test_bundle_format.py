@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import dlm_runtime
 from dlm_export import bundle as bundle_files
 from dlm_export import families
-from dlm_export.checkpoint import Checkpoint
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy, RequestError
 
@@ -185,15 +185,15 @@ def test_the_way_a_manifest_is_laid_out_does_not_matter(bundle: Path, style: dic
 
 def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
-        capabilities = families.read_capabilities(Checkpoint(path), Overrides())
-        presets, default = dict(PRESETS), families.FAMILIES[capabilities.family].default_preset
+        network = families.read_network(Checkpoint(path), Overrides())
+        presets, default = dict(PRESETS), families.FAMILIES[network.family].default_preset
         graph = {"file": "denoiser.onnx", "opset": 23, "top_k": 2, "cache_dtype": "float16"}
         graph |= {"inputs": ["input_ids"], "outputs": ["logits"]}
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
         manifest = bundle_files.make_manifest(
-            capabilities,
+            network,
             precision={"name": "fp16", "simulated": False},
             targets=["cpu"],
             graph=graph,

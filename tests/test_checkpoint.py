@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
 
-from dlm_export import families, tokenizer
-from dlm_export.checkpoint import Checkpoint, CheckpointError
+from dlm_export import families
+from dlm_export.checkpoints import tokenizer
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Overrides
 
 TENSORS = dict[str, torch.Tensor]
@@ -28,12 +29,12 @@ TENSORS = dict[str, torch.Tensor]
 
 def _load(path: Path, overrides: Overrides | None = None) -> Any:
     checkpoint = Checkpoint(path)
-    capabilities = families.read_capabilities(checkpoint, overrides or Overrides())
-    return families.load(families.Weights(checkpoint, capabilities), capabilities)
+    network = families.read_network(checkpoint, overrides or Overrides())
+    return families.load(families.Weights(checkpoint, network), network)
 
 
-def _capabilities(path: Path, overrides: Overrides | None = None) -> Any:
-    return families.read_capabilities(Checkpoint(path), overrides or Overrides())
+def _network(path: Path, overrides: Overrides | None = None) -> Any:
+    return families.read_network(Checkpoint(path), overrides or Overrides())
 
 
 def _tensors(path: Path) -> TENSORS:
@@ -152,7 +153,7 @@ def test_shards_with_an_index_hold_the_same_weights_as_one_file(tmp_path: Path, 
 def test_stored_weights_are_read_without_a_change_of_value(tmp_path: Path, dtype: torch.dtype) -> None:
     path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=dtype)
     checkpoint = Checkpoint(path)
-    weights = families.Weights(checkpoint, _capabilities(path))
+    weights = families.Weights(checkpoint, _network(path))
     stored = load_file(path / "model.safetensors")
     assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
     for parameter, source in weights.sources.items():
@@ -164,7 +165,7 @@ def test_stored_weights_are_read_without_a_change_of_value(tmp_path: Path, dtype
 
 def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=torch.float16)
-    weights = families.Weights(Checkpoint(path), _capabilities(path))
+    weights = families.Weights(Checkpoint(path), _network(path))
     for parameter in weights.sources:
         half = weights.read(parameter, np.dtype(np.float16))
         assert np.array_equal(half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))), parameter
@@ -173,14 +174,14 @@ def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path:
 def test_every_released_tensor_is_used_exactly_once(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
         checkpoint = Checkpoint(path)
-        weights = families.Weights(checkpoint, _capabilities(path))
+        weights = families.Weights(checkpoint, _network(path))
         used = [source.tensor for source in weights.sources.values()]
         assert sorted(used) == sorted(checkpoint.tensors)
 
 
 def test_the_parameter_count_is_what_is_stored(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
-        assert _capabilities(path).parameter_count() == sum(tensor.numel() for tensor in _tensors(path).values())
+        assert _network(path).parameter_count() == sum(tensor.numel() for tensor in _tensors(path).values())
 
 
 def test_a_rotary_table_that_some_releases_store_is_ignored(tmp_path: Path) -> None:
@@ -208,13 +209,13 @@ def test_the_mask_token_is_found_in_the_tokenizers_table_of_added_tokens(tmp_pat
     path = _special(
         tmp_path, llada_config(mask_token_id=None), tokenizer_config={"mask_token": mask_token, "added_tokens_decoder": ADDED}
     )
-    assert _capabilities(path).mask_token_id == 148
+    assert _network(path).mask_token_id == 148
 
 
 def test_config_json_goes_before_the_tokenizer_and_an_override_before_both(tmp_path: Path) -> None:
     path = _special(tmp_path, llada_config(), tokenizer_config={"mask_token": "<|mask|>", "added_tokens_decoder": ADDED})
-    assert _capabilities(path).mask_token_id == 150
-    assert _capabilities(path, Overrides(mask_token_id=0)).mask_token_id == 0
+    assert _network(path).mask_token_id == 150
+    assert _network(path, Overrides(mask_token_id=0)).mask_token_id == 0
 
 
 @pytest.mark.parametrize(
@@ -232,26 +233,26 @@ def test_end_tokens_are_those_of_config_then_of_generation_config(
     tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]
 ) -> None:
     path = _special(tmp_path, llada_config(eos_token_id=in_config), generation_config={"eos_token_id": in_generation})
-    assert _capabilities(path).eos_token_ids == expected
+    assert _network(path).eos_token_ids == expected
 
 
 def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:
-    assert _capabilities(_special(tmp_path, llada_config(pad_token_id=None))).pad_token_id is None
+    assert _network(_special(tmp_path, llada_config(pad_token_id=None))).pad_token_id is None
 
 
 @pytest.mark.parametrize(("positions", "expected"), [(131072, 2048), (2048, 2048), (256, 256), (None, 2048)])
 def test_dreams_canvas_is_as_long_as_it_was_trained_for(tmp_path: Path, positions: int | None, expected: int) -> None:
     path = _special(tmp_path, dream_config(max_position_embeddings=positions))
-    assert _capabilities(path).max_canvas_length == expected
-    assert _capabilities(path, Overrides(max_canvas_length=77)).max_canvas_length == 77
+    assert _network(path).max_canvas_length == expected
+    assert _network(path, Overrides(max_canvas_length=77)).max_canvas_length == 77
 
 
 def test_lladas_canvas_is_what_its_config_says(tmp_path: Path) -> None:
-    assert _capabilities(_special(tmp_path, llada_config(max_sequence_length=4096))).max_canvas_length == 4096
+    assert _network(_special(tmp_path, llada_config(max_sequence_length=4096))).max_canvas_length == 4096
 
 
 def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
-    assert (_capabilities(llada_checkpoint).shift, _capabilities(dream_checkpoint).shift) == (0, 1)
+    assert (_network(llada_checkpoint).shift, _network(dream_checkpoint).shift) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_a_network_that_the_denoiser_is_not_is_refused_by_its_key(tmp_path: Path
     tmp_path.joinpath("config.json").write_text(json.dumps(config))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=key):
-        _capabilities(tmp_path)
+        _network(tmp_path)
 
 
 # ---- Tokenizers ----
@@ -325,7 +326,7 @@ def _dream_with_vocab(path: Path, made: tokenizers.Tokenizer, vocab_size: int) -
 
 def _converted(path: Path) -> tokenizer.TokenizerFiles:
     checkpoint = Checkpoint(path)
-    return tokenizer.read(checkpoint, families.read_capabilities(checkpoint, Overrides()))
+    return tokenizer.read(checkpoint, families.read_network(checkpoint, Overrides()))
 
 
 def test_vocab_and_merges_become_the_tokenizer_that_they_came_from(
@@ -410,5 +411,5 @@ def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
     """LLaDA's vocab_size is what the tokenizer has, embedding_size what the matrices have: the matrices decide."""
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
-    assert _capabilities(path).vocab_size == 160
+    assert _network(path).vocab_size == 160
     assert _load(path)(torch.tensor([[0, 159]])).shape == (1, 2, 160)

@@ -26,7 +26,7 @@ def test_inspect_counts_parameters_and_memory(dream_checkpoint: Path) -> None:
     assert told["stored_bytes"] == 2 * told["parameters"]
     assert told["memory"]["fp16"]["weights_bytes"] == 2 * told["parameters"]
     assert told["memory"]["fp32"]["cache_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
-    assert told["capabilities"]["shift"] == 1
+    assert told["network"]["shift"] == 1
     human = invoke("inspect", dream_checkpoint).stdout
     assert f"{told['parameters']:,} parameters" in human
     assert "DiffuCoder" in human

@@ -13,7 +13,7 @@ import pytest
 from denoisers import load
 
 import dlm_runtime
-from dlm_export import reference
+from dlm_export.network import reference
 from dlm_runtime import Bundle
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -16,7 +16,8 @@ from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read
 from fake_tensorrt import API, VERSION, Device, describe, module
 
 import dlm_runtime
-from dlm_export import audit, engines, graph
+from dlm_export.graph import trace
+from dlm_export.tensorrt import audit, builders, engine
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
 
@@ -34,7 +35,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def make(sm: int = 110, device: Device | None = None) -> Any:
         fake = module(device)
         monkeypatch.setitem(sys.modules, "tensorrt", fake)
-        monkeypatch.setattr(engines, "device_sm", lambda: sm)
+        monkeypatch.setattr(builders, "device_sm", lambda: sm)
         return fake
 
     return make
@@ -44,7 +45,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "trace", trace_once)
+    monkeypatch.setattr(trace, "trace_pass", trace_once)
     out = tmp_path / "bundle"
     arguments = ("--target", "thor", "--precision", "nvfp4", "--no-verify", "--calib-samples", 2, "--calib-states", 1)
     result = dlm_export("build", DEMO, *arguments, "-o", out)
@@ -62,7 +63,7 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Pa
 
 
 def test_the_command_for_the_device_says_here_that_it_is_for_the_device(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "device_sm", lambda: None)
+    monkeypatch.setattr(builders, "device_sm", lambda: None)
     before = contents(bundle)
     says = ["is built on the device", f"dlm-export engine {bundle} --target thor", "TensorRT 10.14 or later"]
     refused(dlm_export("engine", bundle, "--target", "thor"), 2, says)
@@ -143,7 +144,7 @@ def test_a_disk_that_fills_while_the_engine_is_written_leaves_the_bundle_as_it_w
     def full(*_: Any) -> bool:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engines, "_serialise", full)
+    monkeypatch.setattr(engine, "_serialise", full)
     refused(dlm_export("engine", bundle, "--target", "thor"), 1, ["thor.engine: cannot write", "No space left on device"])
     assert contents(bundle) == before
 
@@ -250,9 +251,9 @@ sys.meta_path.insert(0, Block())
 sys.path.insert(0, sys.argv[2])
 from fake_tensorrt import Device, module
 sys.modules["tensorrt"] = module(Device(network=json.loads(Path(sys.argv[3]).read_text())))
-from dlm_export import engines
+from dlm_export.tensorrt import builders, engine
 from dlm_export.cli import main
-engines.device_sm = lambda: 110
+builders.device_sm = lambda: 110
 main(sys.argv[4:])
 """
 
@@ -318,7 +319,7 @@ def test_the_fake_knows_no_other_names_and_takes_no_other_arguments() -> None:
 def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None:
     trt = pytest.importorskip("tensorrt_rtx_bindings")
     path = gpu_bundle(precision, "rtx5090") / "device.onnx"
-    logger = engines._logger(trt.ILogger)
+    logger = engine._logger(trt.ILogger)
     builder = trt.Builder(logger)
     real = builder.create_network(0)
     parser = trt.OnnxParser(real, logger)

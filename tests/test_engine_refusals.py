@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
-from dlm_export import engines, targets
-from dlm_export.engines import EngineError, Limits
+from dlm_export import targets
+from dlm_export.graph import PLAIN_OPSET
+from dlm_export.tensorrt import builders, estimate
+from dlm_export.tensorrt.estimate import EngineError, Limits
 
 # Sizes of LLaDA-8B, as a manifest has them.
 LARGE = {
@@ -78,7 +80,7 @@ ENGINE_REFUSALS = [
 def test_an_engine_that_a_bundle_cannot_have_is_refused_and_leaves_it_as_it_was(
     cpu_fp16: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: list[str]
 ) -> None:
-    monkeypatch.setattr(engines, "device_sm", lambda: None)
+    monkeypatch.setattr(builders, "device_sm", lambda: None)
     if "rtx5090" in arguments:
         pytest.importorskip("tensorrt_rtx_bindings")
     before = contents(cpu_fp16)
@@ -109,7 +111,7 @@ DEVICE_REFUSALS = [
 def test_an_engine_that_cannot_be_built_here_is_refused(
     llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: list[str]
 ) -> None:
-    monkeypatch.setattr(engines, "device_sm", lambda: None)
+    monkeypatch.setattr(builders, "device_sm", lambda: None)
     bundle = gpu_bundle("fp16", "rtx5090", source=llada_checkpoint)
     before = contents(bundle)
     refused(dlm_export("engine", bundle, *arguments), 2, says)
@@ -129,7 +131,7 @@ def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path:
         "build", llada_checkpoint, "--target", "thor", "--precision", "fp16", "--plain-graph", "--no-verify", "-o", out
     )
     assert done.exit_code == 0, done.output
-    assert read_manifest(out)["graph"]["opset"] == engines.PLAIN_OPSET
+    assert read_manifest(out)["graph"]["opset"] == PLAIN_OPSET
 
 
 # ---- Memory ----
@@ -141,7 +143,7 @@ def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(name: str, weig
     target = targets.find(name)
     limits = Limits(LARGE["max_canvas_length"], 32)
     with pytest.raises(EngineError) as caught:
-        engines.check_memory(LARGE, target, weights_bytes, limits, on_host=False)
+        estimate.check_memory(LARGE, target, weights_bytes, limits, on_host=False)
     assert caught.value.exit_code == 2
     said = str(caught.value)
     assert f"{target.name} has {target.memory_bytes / 1e9:.2f} GB" in said
@@ -149,14 +151,14 @@ def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(name: str, weig
         assert "No canvas fits" in said
         return
     longest = int(said.rpartition("--canvas ")[2].split()[0])
-    engines.check_memory(LARGE, target, weights_bytes, Limits(longest, 32), on_host=False)
+    estimate.check_memory(LARGE, target, weights_bytes, Limits(longest, 32), on_host=False)
     with pytest.raises(EngineError):
-        engines.check_memory(LARGE, target, weights_bytes, Limits(longest + 1, 32), on_host=False)
+        estimate.check_memory(LARGE, target, weights_bytes, Limits(longest + 1, 32), on_host=False)
 
 
 def test_the_estimate_counts_weights_cache_and_logits() -> None:
     # Keys and values of 4096 tokens, past and present, in two bytes; 32 scored rows in fp32, with what sorting them takes.
-    found = engines.estimate(LARGE, 16 * GIB, Limits(4096, 32))
+    found = estimate.estimate(LARGE, 16 * GIB, Limits(4096, 32))
     assert found.cache == 2 * 4096 * (32 * 2 * 32 * 128 * 2)
     assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4
     assert found.device > found.weights + found.cache + found.passes
@@ -172,14 +174,14 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
 ) -> None:
     bundle = copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
     denoiser = read_manifest(bundle)["denoiser"]
-    needed = engines.estimate(denoiser, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
+    needed = estimate.estimate(denoiser, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
     _with_memory(monkeypatch, "thor", needed)
     _with_memory(monkeypatch, "h100", needed)
     says = ["a canvas of 512 tokens in blocks of 32 needs", "--canvas "]
     refused(dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out), 2, ["h100 has", *says])
     _nothing_left(out)
     before = contents(bundle)
-    monkeypatch.setattr(engines, "find_builder", lambda *_: engines.Builder("tensorrt", _Untouched(), (110,)))
+    monkeypatch.setattr(builders, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,)))
     result = dlm_export("engine", bundle, "--target", "thor")
     refused(result, 2, ["thor has", *says, "--canvas 300 fits"])
     assert contents(bundle) == before
@@ -194,7 +196,7 @@ class _Untouched:
 
 def test_a_host_that_is_too_small_to_build_on_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
-    monkeypatch.setattr(engines, "available_memory_bytes", lambda: GIB // 2)
+    monkeypatch.setattr(estimate, "available_memory_bytes", lambda: GIB // 2)
     says = ["building for rtx5090 takes about", "0.54 GB are available", "--no-engine"]
     refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", out), 2, says)
     _nothing_left(out)

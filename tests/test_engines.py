@@ -37,10 +37,11 @@ from engine_bundles import (
 )
 
 import dlm_runtime
-from dlm_export import engines, targets
-from dlm_export.engines import EngineOptions
-from dlm_export.quantise import linear_layers
+from dlm_export import targets
+from dlm_export.graph.quantise import linear_layers
 from dlm_export.sources import open_source
+from dlm_export.tensorrt import builders, bundled, engine, estimate
+from dlm_export.tensorrt.estimate import EngineOptions
 
 trt = pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -63,7 +64,7 @@ def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
 def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(build: tuple[str, tuple[str, ...], Path]) -> None:
     precision, names, bundle = build
     manifest = read_manifest(bundle)
-    layers = list(linear_layers(open_source(DEMO).capabilities))
+    layers = list(linear_layers(open_source(DEMO).network))
     recipe = targets.recipe_for(targets.find_all(names), precision)
     if recipe is None:
         asked = dict.fromkeys(layers, {"fp16": "float16", "bf16": "bfloat16"}[precision])
@@ -88,7 +89,7 @@ def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], 
             "prefill": {"tokens": [1, LONGEST // 2, LONGEST], "cached": [0, 0, 0], "rows": [1, BLOCK, BLOCK]},
             "block": {"tokens": [1, BLOCK, BLOCK], "cached": [0, LONGEST // 2, LONGEST], "rows": [1, BLOCK, BLOCK]},
         }
-        assert entry["device_bytes"] > (bundle / entry["file"]).stat().st_size - engines.DEVICE_OVERHEAD_BYTES
+        assert entry["device_bytes"] > (bundle / entry["file"]).stat().st_size - estimate.DEVICE_OVERHEAD_BYTES
 
 
 def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(build: tuple[str, tuple[str, ...], Path]) -> None:
@@ -156,7 +157,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     module = ModuleType("spied")
     vars(module).update({**vars(trt), "Builder": Builder})
-    monkeypatch.setattr(engines, "_rtx_module", lambda: module)
+    monkeypatch.setattr(builders, "_rtx_module", lambda: module)
     return kept
 
 
@@ -246,7 +247,7 @@ def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(
     before, handler = contents(fp16), signal.getsignal(number)
     progress = Interrupting(number)
     with pytest.raises(raises):
-        engines.add_engine(fp16, read_manifest(fp16), targets.find("gb10"), EngineOptions(), progress=progress)
+        bundled.add_engine(fp16, read_manifest(fp16), targets.find("gb10"), EngineOptions(), progress=progress)
     assert contents(fp16) == before
     assert signal.getsignal(number) == handler
     assert 0 < progress.steps < progress.total, "the builder went on to its end"
@@ -304,7 +305,7 @@ def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(fp16:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(engines, "build_engine", fail)
+    monkeypatch.setattr(engine, "build_engine", fail)
     refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["gb10.engine: cannot write (Read-only file system)"])
     assert contents(fp16) == before
 
@@ -350,7 +351,7 @@ def test_an_input_that_the_builder_would_ignore_stops_the_build(unbuilt: Path) -
 
 
 def test_what_the_logger_says_is_sorted_by_what_it_means() -> None:
-    logger = engines._logger(trt.ILogger)
+    logger = engine._logger(trt.ILogger)
     logger.reset()
     levels = trt.ILogger.Severity
     logger.log(levels.INTERNAL_ERROR, "assertion\n failed")
@@ -369,12 +370,12 @@ def test_tensorrt_rtx_that_is_not_there_is_named_with_its_package(
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("tensorrt")]:
         monkeypatch.delitem(sys.modules, name)
-    find_spec = engines.importlib.util.find_spec
+    find_spec = builders.importlib.util.find_spec
 
     def without(name: str, package: str | None = None) -> Any:
         return None if name.startswith("tensorrt") else find_spec(name, package)
 
-    monkeypatch.setattr(engines.importlib.util, "find_spec", without)
+    monkeypatch.setattr(builders.importlib.util, "find_spec", without)
     says = ["needs TensorRT-RTX, which is not installed", "pip install 'dlm-export[rtx]'", "--no-engine"]
     refused(dlm_export("engine", unbuilt, "--target", "rtx5090"), 2, says)
     refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", tmp_path / "new" / "bundle"), 2, says)
@@ -382,8 +383,8 @@ def test_tensorrt_rtx_that_is_not_there_is_named_with_its_package(
 
 
 def test_a_device_whose_tensorrt_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, unbuilt: Path) -> None:
-    find_spec = engines.importlib.util.find_spec
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find_spec(name))
-    monkeypatch.setattr(engines, "device_sm", lambda: 110)
+    find_spec = builders.importlib.util.find_spec
+    monkeypatch.setattr(builders.importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find_spec(name))
+    monkeypatch.setattr(builders, "device_sm", lambda: 110)
     says = ["SM 11.0", "is not installed for this Python", "pip install tensorrt", "python3-libnvinfer"]
     refused(dlm_export("engine", unbuilt, "--target", "thor"), 2, says)

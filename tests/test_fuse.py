@@ -17,11 +17,12 @@ import torch
 from engine_bundles import SMALL, gpu_bundle, trace_once
 from onnx.reference import ReferenceEvaluator
 
-from dlm_export import families, functions, fuse, graph
+from dlm_export import families, graph
 from dlm_export.build import build
-from dlm_export.checkpoint import Checkpoint
-from dlm_export.denoiser import Capabilities
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
+from dlm_export.graph import functions, fuse, trace
+from dlm_export.network.denoiser import NetworkSpec
 
 OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 Build = Callable[[str, str, bool], Path]
@@ -37,7 +38,7 @@ def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
         def make(family: str, precision: str, is_fused: bool) -> Path:
             output = Path(folder) / f"{family}-{precision}-{is_fused}"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(graph, "trace", trace_once)
+                patch.setattr(trace, "trace_pass", trace_once)
                 if not is_fused:
                     patch.setattr(fuse, "fuse", lambda traced: None)
                 build(checkpoints[family], output, precision=precision, check_parity=False, options=SMALL)
@@ -46,8 +47,8 @@ def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
         yield make
 
 
-def _capabilities(checkpoint: Path) -> Capabilities:
-    return families.read_capabilities(Checkpoint(checkpoint), Overrides())
+def _network(checkpoint: Path) -> NetworkSpec:
+    return families.read_network(Checkpoint(checkpoint), Overrides())
 
 
 def _calls(model: onnx.ModelProto) -> Counter[str]:
@@ -135,7 +136,7 @@ def test_a_graph_declares_the_functions_that_it_calls_and_no_others(built: Build
 
 
 def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
-    traced = trace_once(_capabilities(llada_checkpoint), "fp16")
+    traced = trace_once(_network(llada_checkpoint), "fp16")
     before = Counter(node.op_type for node in traced.model.graph)
     fuse.fuse(traced)
     after = Counter(node.op_type for node in traced.model.graph)
@@ -157,12 +158,12 @@ def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(llada_checkpoint: Path
 # ---- What does not look as expected ----
 
 
-def _unfused(bundle: Path, checkpoint: Path) -> graph.Graph:
+def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
     """The graph of a bundle as ``fuse`` would get it, with its weights."""
-    return graph.Graph(ir.from_proto(_load(bundle)), _capabilities(checkpoint), torch.float32)
+    return trace.Graph(ir.from_proto(_load(bundle)), _network(checkpoint), torch.float32)
 
 
-def _check_fused(traced: graph.Graph) -> Counter[str]:
+def _check_fused(traced: trace.Graph) -> Counter[str]:
     """Fuse a graph that somebody changed; it must compute the same before and after. Returns what it calls."""
     before = ir.to_proto(traced.model)
     fuse.fuse(traced)
@@ -171,7 +172,7 @@ def _check_fused(traced: graph.Graph) -> Counter[str]:
     return _calls(after)
 
 
-def _nodes(traced: graph.Graph, op_type: str) -> list[ir.Node]:
+def _nodes(traced: trace.Graph, op_type: str) -> list[ir.Node]:
     return [node for node in traced.model.graph if node.op_type == op_type]
 
 

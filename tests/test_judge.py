@@ -18,10 +18,10 @@ from denoisers import load
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
-from dlm_export import judge as judging
-from dlm_export.judge import Budgets, Judgement, judge
-from dlm_export.predictors import BundlePredictor, JudgeError, TorchPredictor
-from dlm_export.threshold import refit_steps, refit_threshold
+from dlm_export.judging import judge as judging
+from dlm_export.judging.judge import Budgets, Judgement, judge
+from dlm_export.judging.predictors import BundlePredictor, JudgeError, TorchPredictor
+from dlm_export.judging.threshold import refit_steps, refit_threshold
 from dlm_runtime import PRESETS, Policy, RequestError
 
 VOCAB, MASK, EOS = 20, 18, 19
@@ -249,7 +249,7 @@ def test_states_are_the_canvas_of_every_pass_and_the_finished_one(predictors: di
     policy = Policy(block_length=4, stop=stop)
     prompt = _prompt(predictors["llada"])
     first = predictors["llada"].generate(prompt, 12, policy.with_fields({"stop": "none"}))[0][len(prompt) + 1]
-    denoiser.capabilities = replace(denoiser.capabilities, eos_token_ids=(first,))
+    denoiser.network = replace(denoiser.network, eos_token_ids=(first,))
     predictor = TorchPredictor(denoiser, "ends early")
     tokens, nfe = predictor.generate(prompt, 12, policy)
     states = predictor.states(prompt, 12, policy)

@@ -24,9 +24,9 @@ from onnx.reference import ReferenceEvaluator
 from test_native import REPOSITORY, SOURCE, run, sanitized, sanitized_example, succeed, tool  # noqa: F401
 
 import dlm_runtime
-from dlm_export import functions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle import finish
+from dlm_export.graph import functions
 from dlm_runtime import DlmError, EngineError, RequestError
 
 SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.reference import choose, philox, random_score, timestep_count, transfer_counts
+from dlm_export.network.reference import choose, philox, random_score, timestep_count, transfer_counts
 from dlm_runtime import CallbackPass, CancelledError, DenoiserInfo, EngineError, Policy, RequestError
 
 GOLDEN = Path(__file__).parent / "golden" / "loop.json"

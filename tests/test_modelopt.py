@@ -28,12 +28,13 @@ from dlm_calibration.errors import CalibrationError
 from dlm_calibration.formats import quantise_weight
 from dlm_calibration.observers import SMALLEST_AMAX
 from dlm_calibration.states import State
-from dlm_export import families, modelopt
-from dlm_export.checkpoint import Checkpoint
+from dlm_export import families
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
-from dlm_export.denoiser import Denoiser, Linear
 from dlm_export.families.base import Overrides
-from dlm_export.modelopt import ModeloptError
+from dlm_export.network.denoiser import Denoiser, Linear
+from dlm_export.quantising import modelopt
+from dlm_export.quantising.modelopt import ModeloptError
 
 needs_modelopt = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None, reason="the package nvidia-modelopt is not installed"
@@ -281,7 +282,7 @@ def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(checkpoint: 
     (path / "hf_quant_config.json").write_text(json.dumps(said))
 
     opened = Checkpoint(path)
-    weights = families.Weights(opened, families.read_capabilities(opened, Overrides()))
+    weights = families.Weights(opened, families.read_network(opened, Overrides()))
     assert weights.quantised == {f"{DOWN}.weight": algorithm}
     stored = weights.stored(f"{DOWN}.weight")
     assert stored is not None

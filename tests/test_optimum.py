@@ -47,9 +47,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         ("optimum.commands.base", base),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "dlm_export.optimum", raising=False)
-    yield importlib.import_module("dlm_export.optimum")
-    del sys.modules["dlm_export.optimum"]
+    monkeypatch.delitem(sys.modules, "dlm_export.cli.optimum", raising=False)
+    yield importlib.import_module("dlm_export.cli.optimum")
+    del sys.modules["dlm_export.cli.optimum"]
 
 
 def _through_optimum(command: ModuleType, arguments: list[str]) -> list[str]:

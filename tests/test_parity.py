@@ -16,9 +16,10 @@ from denoisers import load, under_native_loop
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
-from dlm_export import graph, reference
+from dlm_export import graph
 from dlm_export.build import build
-from dlm_export.denoiser import Denoiser
+from dlm_export.network import reference
+from dlm_export.network.denoiser import Denoiser
 from dlm_runtime import PRESETS, Bundle
 
 # Sums of some hundred fp32 terms in another order; the project promises 2e-4 of the logits' range.
@@ -69,7 +70,7 @@ def pairs(llada_checkpoint: Path, llada_bundle: Path, dream_checkpoint: Path, dr
 
 
 def prompts(denoiser: Denoiser, count: int, length: int = 9) -> list[list[int]]:
-    c, rng = denoiser.capabilities, np.random.default_rng(3)
+    c, rng = denoiser.network, np.random.default_rng(3)
     return [random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist() for _ in range(count)]
 
 
@@ -110,7 +111,7 @@ def test_a_batch_equals_the_reference_request_by_request(pairs: dict[str, Pair],
     """Over ONNX, and over torch, which sees every cached row of the batch at its place or gives something else. Two requests
     are infilled, so that blocks end at different passes."""
     pair = pairs[family]
-    mask = pair.denoiser.capabilities.mask_token_id
+    mask = pair.denoiser.network.mask_token_id
     policy = PRESETS[loop["preset"]].with_fields({k: v for k, v in loop.items() if k not in ("preset", "steps")})
     tokens = [given + [mask] * NEW_TOKENS for given in prompts(pair.denoiser, 4)]
     for at, given in enumerate(prompts(pair.denoiser, 2, NEW_TOKENS)):
@@ -132,7 +133,7 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
 ) -> None:
     """Given positions at the start, in the middle and at the end of blocks, one block given whole, a shorter last one."""
     pair = pairs[family]
-    mask = pair.denoiser.capabilities.mask_token_id
+    mask = pair.denoiser.network.mask_token_id
     policy = PRESETS["llada"].with_fields({"cache": cache, "refresh": refresh, "block_length": 5, "stop": "none"})
     for given in prompts(pair.denoiser, 3, 34):
         tokens = [mask if i >= 4 and not 9 <= i < 15 and i % 5 not in (0, 3) else token for i, token in enumerate(given)]
@@ -153,7 +154,7 @@ def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_logits_equal_torch_at_every_mask_ratio(pairs: dict[str, Pair], family: str) -> None:
     pair = pairs[family]
-    c, rng = pair.denoiser.capabilities, np.random.default_rng(0)
+    c, rng = pair.denoiser.network, np.random.default_rng(0)
     for ratio, length in itertools.product(MASK_RATIOS, (1, 6, 40)):
         canvas = mask_independently(random_tokens(length, c.vocab_size, (c.mask_token_id,), rng), ratio, c.mask_token_id, rng)
         ours = pair.bundle.logits(canvas.tolist())

@@ -11,6 +11,8 @@ import pytest
 from engine_bundles import dlm_export, refused
 
 from dlm_export import graph
+from dlm_export.graph.trace import trace_pass
+from dlm_export.graph.write import write_graph
 from dlm_export.sources import open_source
 
 NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # in ONNX since opset 23
@@ -19,7 +21,8 @@ NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # in ONNX since opse
 def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
     source = open_source(checkpoint)
     folder.mkdir()
-    graph.write(graph.trace(source.capabilities, "fp32", is_plain=is_plain), source.parameters.read, folder, lambda _: None)
+    traced = trace_pass(source.network, "fp32", is_plain=is_plain)
+    write_graph(traced, source.parameters.read, folder, lambda _: None)
     onnx.checker.check_model(str(folder / graph.GRAPH_FILE), full_check=True)
     return onnx.load(folder / graph.GRAPH_FILE, load_external_data=False)
 

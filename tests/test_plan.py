@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from test_imports import BLOCKED
 
 from dlm_calibration.recipes import RECIPES, RecipeError
-from dlm_export import plan
-from dlm_export.bench import PassSize
 from dlm_export.cli import main
-from dlm_export.engines import Limits, estimate
-from dlm_export.measured import MeasuredError, MeasuredPass, interpolated_ratio, read_measured
-from dlm_export.plan import Request, generation_passes, make_plan, memory_bytes, predict, weights_bytes
-from dlm_export.roofline import Machine, limit_s
-from dlm_export.shapes import Shape, ShapeError, precisions_of, read_shape, scaled_shape
+from dlm_export.planning import plan
+from dlm_export.planning.bench import PassSize
+from dlm_export.planning.measured import MeasuredError, MeasuredPass, interpolated_ratio, read_measured
+from dlm_export.planning.plan import Request, generation_passes, make_plan, memory_bytes, predict, weights_bytes
+from dlm_export.planning.roofline import Machine, limit_s
+from dlm_export.planning.shapes import Shape, ShapeError, precisions_of, read_shape, scaled_shape
 from dlm_export.targets import TARGETS, Target
+from dlm_export.tensorrt.estimate import Limits, estimate
 from dlm_runtime import CallbackPass
 
 H100, CPU = TARGETS["h100"], TARGETS["cpu"]

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 import dlm_runtime
 from dlm_calibration.formats import activation_scale, pack_nibbles, quantise_weight
 from dlm_export import families
-from dlm_export.checkpoint import FORMATS, Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import FORMATS, Checkpoint, CheckpointError
+from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.families.prequantised import StoredQuantised
 
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 CONFIGS = {"llada": llada_config(n_kv_heads=2), "dream": dream_config()}
@@ -36,7 +36,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
 
 def _weights(path: Path) -> families.Weights:
     checkpoint = Checkpoint(path)
-    return families.Weights(checkpoint, families.read_capabilities(checkpoint, Overrides()))
+    return families.Weights(checkpoint, families.read_network(checkpoint, Overrides()))
 
 
 def _retensor(path: Path, change: Change) -> None:
@@ -125,12 +125,12 @@ def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -
 def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algorithm: str) -> None:
     path = write_quantised(tmp_path / "quantised", CONFIGS["llada"], algorithm, seed=4)
     plain = write_checkpoint(tmp_path / "plain", CONFIGS["llada"], seed=4)
-    original = families.load(_weights(plain), _capabilities(plain))
+    original = families.load(_weights(plain), _network(plain))
     tensors = load_file(path / WEIGHTS)
     _retensor(plain, lambda t: t.update({n: _dequantised(tensors, n.removesuffix(".weight")).float() for n in _matrices(t)}))
     ids = torch.randint(0, 150, (1, 24), generator=torch.Generator().manual_seed(0))
-    ours = families.load(_weights(path), _capabilities(path))(ids)
-    expected = families.load(_weights(plain), _capabilities(plain))(ids)
+    ours = families.load(_weights(path), _network(path))(ids)
+    expected = families.load(_weights(plain), _network(plain))(ids)
     spread = expected.max() - expected.min()
     assert float((ours - expected).abs().max() / spread) < 1e-5
     assert float((ours - original(ids)).abs().max() / spread) > 1e-3  # quantised it is
@@ -140,8 +140,8 @@ def _matrices(tensors: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor.dim() == 2]
 
 
-def _capabilities(path: Path) -> Any:
-    return families.read_capabilities(Checkpoint(path), Overrides())
+def _network(path: Path) -> Any:
+    return families.read_network(Checkpoint(path), Overrides())
 
 
 @given(st.floats(min_value=2.0**-100, max_value=2.0**100, width=32), st.sampled_from(["FP8", "NVFP4"]))
@@ -425,7 +425,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_si
         assert bundle.manifest["precision"]["simulated"] is is_simulated
         ids = list(range(20))
         ours = bundle.logits(ids)
-    theirs = families.load(weights, families.read_capabilities(Checkpoint(path), Overrides()))(torch.tensor([ids]))[0].numpy()
+    theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(torch.tensor([ids]))[0].numpy()
     # What is left is the quantised activations' share.
     assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
 

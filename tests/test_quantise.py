@@ -17,8 +17,10 @@ from onnx.reference import ReferenceEvaluator
 from dlm_calibration.formats import QuantisedWeight, pack_nibbles
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe, RecipeError
 from dlm_calibration.states import State
-from dlm_export import calibrate, families, graph, quantise
+from dlm_export import families, graph
 from dlm_export.build import part_of
+from dlm_export.graph import quantise, trace, write
+from dlm_export.quantising import calibrate
 from dlm_export.sources import Source, open_source
 
 LENGTH = 24
@@ -36,7 +38,7 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 
 def _states(source: Source, count: int = 6) -> list[State]:
-    c, rng = source.capabilities, np.random.default_rng(5)
+    c, rng = source.network, np.random.default_rng(5)
     canvases = rng.integers(0, c.mask_token_id, (count, LENGTH))
     canvases[:, LENGTH // 2 :][rng.random((count, LENGTH // 2)) < 0.5] = c.mask_token_id
     return [State(canvas, "masked", 0.5, 4) for canvas in canvases]
@@ -45,9 +47,9 @@ def _states(source: Source, count: int = 6) -> list[State]:
 def _quantise(source: Source, recipe: Recipe, folder: Path) -> calibrate.Quantisation:
     """Write the quantised graph into ``folder``."""
     traced = _traced(source)
-    shapes = quantise.linear_layers(source.capabilities)
+    shapes = quantise.linear_layers(source.network)
     formats = recipe.formats(list(shapes))
-    done = calibrate.calibrate(source.parameters, source.capabilities, recipe, formats, shapes, _states(source), lambda: None)
+    done = calibrate.calibrate(source.parameters, source.network, recipe, formats, shapes, _states(source), lambda: None)
     parts = quantise.rewrite(traced, formats, done.amax, rotated=done.rotated, embedding=recipe.embedding)
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
@@ -56,13 +58,13 @@ def _quantise(source: Source, recipe: Recipe, folder: Path) -> calibrate.Quantis
         layer = parts[name].layer
         return part_of(done.embedding() if layer == "embed" else done.weight(layer), parts[name])
 
-    graph.write(traced, read, folder, lambda _: None)
+    write.write_graph(traced, read, folder, lambda _: None)
     return done
 
 
 @functools.cache
 def _trace_once(path: Path) -> bytes:
-    proto = ir.to_proto(_named(graph.trace(_source(path).capabilities, "fp32").model))
+    proto = ir.to_proto(_named(trace.trace_pass(_source(path).network, "fp32").model))
     return bytes(proto.SerializeToString())
 
 
@@ -73,17 +75,17 @@ def _named(model: ir.Model) -> ir.Model:
     return model
 
 
-def _traced(source: Source) -> graph.Graph:
+def _traced(source: Source) -> trace.Graph:
     """The traced graph; tracing takes a second, so each denoiser is traced once."""
     model = ir.from_proto(onnx.ModelProto.FromString(_trace_once(source.path)))
     for value in model.graph.initializers.values():
         value.const_value = None
-    return graph.Graph(model, source.capabilities, torch.float32)
+    return trace.Graph(model, source.network, torch.float32)
 
 
 def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.ndarray:
     """Logits ``[L, V]`` of ONNX Runtime, set up as the native runtime sets it up."""
-    c = source.capabilities
+    c = source.network
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
@@ -92,20 +94,20 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
     session = onnxruntime.InferenceSession(folder / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"])
     positions = np.arange(len(ids))[None]
     feeds = {"input_ids": ids[None], "position_ids": positions, "score_rows": positions}
-    for name in graph.input_names(c.layers)[3:]:
+    for name in trace.input_names(c.layers)[3:]:
         feeds[name] = np.zeros((1, c.kv_heads, 0, c.head_size), np.float32)
     return np.asarray(session.run(["logits"], feeds)[0])[0]
 
 
 @torch.no_grad()
 def _simulated(source: Source, done: calibrate.Quantisation, ids: np.ndarray) -> np.ndarray:
-    denoiser = families.load(done.parameters, source.capabilities)
+    denoiser = families.load(done.parameters, source.network)
     calibrate.simulate(denoiser, done)
     return denoiser(torch.from_numpy(ids)[None])[0].numpy()
 
 
 def _ids(source: Source, seed: int = 9) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, source.capabilities.vocab_size, LENGTH)
+    return np.random.default_rng(seed).integers(0, source.network.vocab_size, LENGTH)
 
 
 def _difference(source: Source, done: calibrate.Quantisation, folder: Path, simulated: bool) -> float:
@@ -130,7 +132,7 @@ def test_the_graph_computes_what_torch_does_on_the_same_quantised_values(source:
     assert _difference(source, done, tmp_path, name in SIMULATED) < 1e-4
     ids = _ids(source)
     ours = _run(tmp_path, source, ids, name in SIMULATED)
-    exact = families.load(source.parameters, source.capabilities)(torch.from_numpy(ids)[None])[0].detach().numpy()
+    exact = families.load(source.parameters, source.network)(torch.from_numpy(ids)[None])[0].detach().numpy()
     assert _relative(ours, exact) > 1e-4, "nothing was quantised"
 
 
@@ -160,7 +162,7 @@ def test_solvers_fit_the_graph(source: Source, name: str, solver: str, tmp_path:
 
 @torch.no_grad()
 def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
-    c, rng = source.capabilities, np.random.default_rng(3)
+    c, rng = source.network, np.random.default_rng(3)
     folded = calibrate.Folded(source.parameters, c)
     sizes = {
         "attention.q": c.hidden_size,
@@ -184,7 +186,7 @@ def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
 def test_the_fp8_graph_equals_a_fake_quantised_torch_forward(source: Source, tmp_path: Path) -> None:
     """With torch's own float8, not our numpy formats."""
     done = _quantise(source, dataclasses.replace(RECIPES["fp8"], solver="nearest"), tmp_path)
-    denoiser = families.load(source.parameters, source.capabilities)
+    denoiser = families.load(source.parameters, source.network)
 
     def fake(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
@@ -202,7 +204,7 @@ def test_the_fp8_graph_equals_a_fake_quantised_torch_forward(source: Source, tmp
     assert _relative(_run(tmp_path, source, ids, True), expected) < 1e-3
 
 
-def _matmul_graph(K: int, N: int) -> graph.Graph:
+def _matmul_graph(K: int, N: int) -> trace.Graph:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["B", "T", K]))
     w = ir.Value(name="layer.weight", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([K, N]))
     node = ir.node("MatMul", [x, w], metadata_props={graph.LAYER_KEY: "layer"})
@@ -210,7 +212,7 @@ def _matmul_graph(K: int, N: int) -> graph.Graph:
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph([x], [last.outputs[0]], nodes=[node, last], initializers=[w], opset_imports={"": graph.OPSET}, name="g")
-    return graph.Graph(ir.Model(inner, ir_version=11), None, torch.float32)  # type: ignore[arg-type]
+    return trace.Graph(ir.Model(inner, ir_version=11), None, torch.float32)  # type: ignore[arg-type]
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
@@ -292,7 +294,7 @@ def test_the_nvfp4_image_equals_onnx_reference(tmp_path: Path) -> None:
 
 def test_layers_are_found_by_module_path(llada_checkpoint: Path) -> None:
     source = _source(llada_checkpoint)
-    c = source.capabilities
+    c = source.network
     shapes = quantise.linear_layers(c)
     assert list(shapes)[:7] == [
         f"blocks.0.{name}"

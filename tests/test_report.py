@@ -19,8 +19,8 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
 from made_up_results import FILES, HOSTILE, ROLES, made_up_accuracy, made_up_manifest
 
-from dlm_export import figures, report
-from dlm_export.report import ReportError, write_report
+from dlm_export.judging import figures, report
+from dlm_export.judging.report import ReportError, write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FIGURES = ("Loss by mask ratio", "Range drift by layer", "Sensitivity by layer", "Passes a prompt", "Quality against passes")

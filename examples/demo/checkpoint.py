@@ -10,15 +10,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_export import families
-from dlm_export.checkpoint import Checkpoint
-from dlm_export.denoiser import Capabilities, Denoiser
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families import llada
 from dlm_export.families.base import Overrides
+from dlm_export.network.denoiser import Denoiser, NetworkSpec
 
 
-def save_checkpoint(folder: Path, capabilities: Capabilities, parameters: dict[str, Tensor]) -> None:
+def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
     """Write ``config.json`` and ``model.safetensors``; each appears whole or not at all."""
-    c = capabilities
+    c = network
     config = {
         "architectures": [c.architecture],
         "model_type": c.family,
@@ -61,5 +61,5 @@ def save_checkpoint(folder: Path, capabilities: Capabilities, parameters: dict[s
 def load_checkpoint(folder: Path) -> Denoiser:
     """The denoiser in ``folder``, its bf16 weights held in fp32."""
     checkpoint = Checkpoint(folder)
-    capabilities = families.read_capabilities(checkpoint, Overrides())
-    return families.load(families.Weights(checkpoint, capabilities), capabilities)
+    network = families.read_network(checkpoint, Overrides())
+    return families.load(families.Weights(checkpoint, network), network)

@@ -15,7 +15,7 @@ from checkpoint import load_checkpoint
 from tokenizers import Tokenizer
 
 import dlm_runtime
-from dlm_export.denoiser import Denoiser
+from dlm_export.network.denoiser import Denoiser
 
 LOSS_RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -27,7 +27,7 @@ def loss_at(denoiser: Denoiser, tokenizer: Tokenizer, pairs: Sequence[tuple[str,
     ``pairs`` are commands and calls. The canvas has two blocks and the second is wholly hidden and not counted, so
     ratio 1 is where decoding starts.
     """
-    c, eos = denoiser.capabilities, denoiser.capabilities.eos_token_ids[0]
+    c, eos = denoiser.network, denoiser.network.eos_token_ids[0]
     generator = torch.Generator().manual_seed(seed)
     total, count = 0.0, 0
     for prompt, completion in pairs:

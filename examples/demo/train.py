@@ -30,15 +30,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dlm_export.denoiser import Attention, Capabilities, Denoiser
+from dlm_export.network.denoiser import Attention, Denoiser, NetworkSpec
 
 BLOCK_LENGTH = 32
 
 
-def describe(tokenizer: Tokenizer) -> Capabilities:
+def describe(tokenizer: Tokenizer) -> NetworkSpec:
     """The demo's shape: 3.8 million parameters at a vocabulary of 3072."""
     eos = tokenizer.token_to_id(EOS)
-    return Capabilities(
+    return NetworkSpec(
         family="llada",
         architecture="LLaDAModelLM",
         vocab_size=tokenizer.get_vocab_size(),
@@ -77,7 +77,7 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
     over. This is the induction circuit of arXiv:2209.11895, for both directions; left to itself it had not formed after
     600 steps. Every other matrix that writes to the residual stream starts at zero.
     """
-    c = denoiser.capabilities
+    c = denoiser.network
     with torch.no_grad():
         for name, parameter in denoiser.named_parameters():
             if parameter.ndim == 1:
@@ -237,14 +237,12 @@ def main(
     else:
         tokenizer = Tokenizer.from_file(str(init / "tokenizer.json"))
     save_tokenizer(tokenizer, out)
-    capabilities = describe(tokenizer)
-    mask_token_id, eos = capabilities.mask_token_id, capabilities.eos_token_ids[0]
-    is_easy_token = torch.tensor(
-        [index == eos or '"' in tokenizer.id_to_token(index) for index in range(capabilities.vocab_size)]
-    )
+    network = describe(tokenizer)
+    mask_token_id, eos = network.mask_token_id, network.eos_token_ids[0]
+    is_easy_token = torch.tensor([index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)])
 
     if init is None:
-        denoiser = Denoiser(capabilities)
+        denoiser = Denoiser(network)
         initialise(denoiser, tokenizer)
     else:
         denoiser = load_checkpoint(init).requires_grad_(True)
@@ -288,9 +286,9 @@ def main(
             click.echo(f"minute {minute:.1f} step {step + 1} loss {sum(recent) / len(recent):.4f}", err=True)
             recent.clear()
         if time.monotonic() - saved > 60 * save_minutes:
-            save_checkpoint(out, capabilities, averaged)
+            save_checkpoint(out, network, averaged)
             saved = time.monotonic()
-    save_checkpoint(out, capabilities, averaged)
+    save_checkpoint(out, network, averaged)
     for path in sorted(out.iterdir()):
         click.echo(f"{path} {path.stat().st_size} bytes")
 

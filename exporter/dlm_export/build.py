@@ -18,34 +18,26 @@ import dlm_runtime
 from dlm_calibration.formats import QuantisedWeight
 from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_calibration.states import MASK_RATIOS, State
-from dlm_export import (
-    accuracy,
-    auto,
-    calibrate,
-    engines,
-    families,
-    functions,
-    fuse,
-    graph,
-    modelopt,
-    quantise,
-    samples,
-    targets,
-    verify,
-)
 from dlm_export import bundle as bundle_files
-from dlm_export.accuracy import ACCURACY_FILE, REPORT_FILE
-from dlm_export.checkpoint import CheckpointError
-from dlm_export.denoiser import Capabilities, Denoiser
-from dlm_export.engines import Builder, Built, EngineOptions
+from dlm_export import families, graph, targets
+from dlm_export.checkpoints.folder import CheckpointError
 from dlm_export.families.base import Overrides
-from dlm_export.judge import Budgets, Judgement
+from dlm_export.graph import functions, fuse, quantise, trace, widen, write
+from dlm_export.judging import accuracy, auto, verify
+from dlm_export.judging.accuracy import ACCURACY_FILE, REPORT_FILE
+from dlm_export.judging.judge import Budgets, Judgement
+from dlm_export.judging.report import write_report
+from dlm_export.judging.threshold import Refit
 from dlm_export.memory import give_back
+from dlm_export.network.denoiser import Denoiser, NetworkSpec
 from dlm_export.progress import Progress, Silent
-from dlm_export.report import write_report
+from dlm_export.quantising import calibrate, modelopt, samples
 from dlm_export.sources import Source, open_source
 from dlm_export.targets import STORED, TargetError
-from dlm_export.threshold import Refit
+from dlm_export.tensorrt import builders, engine, estimate
+from dlm_export.tensorrt.builders import Builder
+from dlm_export.tensorrt.engine import Built
+from dlm_export.tensorrt.estimate import EngineOptions
 from dlm_runtime.errors import DlmError, RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
@@ -71,7 +63,7 @@ class BuildReport:
     """What a build did: seconds a stage, bytes a file, and the parity that it proved (None when it was told not to)."""
 
     output: Path
-    capabilities: Capabilities
+    network: NetworkSpec
     precision: str = "fp32"
     simulated: bool = False
     stages_s: dict[str, float] = field(default_factory=dict)
@@ -88,8 +80,8 @@ class BuildReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "bundle": str(self.output),
-            "family": self.capabilities.family,
-            "parameters": self.capabilities.parameter_count(),
+            "family": self.network.family,
+            "parameters": self.network.parameter_count(),
             "stages_s": self.stages_s,
             "files_bytes": self.files_bytes,
             "precision": self.precision,
@@ -198,7 +190,7 @@ class _Build:
             modelopt.require()  # before any work
         self.builders: dict[str, Builder] = {}
         if self.on_gpu and engine is not None:
-            found = {target.name: engines.find_builder(target, engine) for target in self.targets}
+            found = {target.name: builders.find_builder(target, engine) for target in self.targets}
             self.builders = {name: builder for name, builder in found.items() if builder is not None}
 
     def base_of(self, source: Source) -> str:
@@ -219,16 +211,16 @@ class _Build:
 
     def run(self, source: Source, force: bool) -> BuildReport:
         self.source = source
-        c = self.capabilities = source.capabilities
+        c = self.network = source.network
         self.base = self.base_of(source)
-        self.scale_dtype = graph.element_type(self.base).numpy()
+        self.scale_dtype = trace.element_type(self.base).numpy()
         self.report = BuildReport(self.output, c, warnings=list(source.notes))
         self.presets = dict(source.presets)
         self.preset = samples.threshold_preset(c, source.presets, self.options.calibration.preset)[0]
         if self.check_parity:
             _check_memory(c.parameter_count())
         # Every tensor starts on a page of its own; the rest (graph, tokenizer, manifest) is small.
-        needed = (1 + len(self.builders)) * (graph.data_bytes(c, self.base) + (32 << 20))
+        needed = (1 + len(self.builders)) * (write.data_bytes(c, self.base) + (32 << 20))
         self.check_memory()
         if self.output.resolve() == source.path.resolve():
             raise bundle_files.OutputError(f"{self.output}: is what the bundle is built from; choose another folder")
@@ -237,7 +229,7 @@ class _Build:
             chat_template = self.write_text()
             done = None if self.precision in graph.PRECISIONS else self.quantise()
             with self.stage("trace graph", 1):
-                traced = graph.trace(c, self.base, is_plain=self.is_plain)
+                traced = trace.trace_pass(c, self.base, is_plain=self.is_plain)
                 device = traced.clone() if self.on_gpu else None
                 self.progress.advance()
             if done is not None:
@@ -251,17 +243,17 @@ class _Build:
                         for_tensorrt=form is device,
                     )
             if self.base == "bf16":
-                graph.compute_in_fp32(traced)
+                widen.compute_in_fp32(traced)
             if not (self.on_gpu or self.is_plain):
                 fuse.fuse(traced)
-            with self.stage("write weights", graph.data_bytes(c, self.base)):
-                graph.write(traced, self.reader(traced, done), folder, self.progress.advance, device)
+            with self.stage("write weights", write.data_bytes(c, self.base)):
+                write.write_graph(traced, self.reader(traced, done), folder, self.progress.advance, device)
             del traced, device
             self.manifest = bundle_files.make_manifest(
                 c,
                 precision=self.precision_record(done),
                 targets=[target.name for target in self.targets],
-                graph=graph.describe(c, self.base, for_device=self.on_gpu, is_plain=self.is_plain),
+                graph=trace.describe(c, self.base, for_device=self.on_gpu, is_plain=self.is_plain),
                 presets=self.presets,
                 default_preset=source.default_preset,
                 tokenizer=None if source.text.tokenizer is None else "tokenizer.json",
@@ -287,33 +279,33 @@ class _Build:
 
     def check_memory(self) -> None:
         """EngineError if a target's memory cannot hold what is asked, as far as it is known before anything is quantised."""
-        c = self.capabilities
+        c = self.network
         if not self.on_gpu or self.precision in (targets.AUTO, STORED):
             return
         shapes = quantise.linear_layers(c)
         formats = {} if self.recipe is None else self.recipe.formats(list(shapes))
-        element_bytes = graph.element_type(self.base).itemsize
+        element_bytes = trace.element_type(self.base).itemsize
         weights_bytes = int(element_bytes * c.parameter_count())
         for layer, name in formats.items():
             if FORMATS[name].weights is not None:
                 inputs, outputs = shapes[layer]
                 weights_bytes += FORMATS[name].weight_bytes(inputs, outputs) - int(element_bytes * inputs * outputs)
         options = self.engine_options or EngineOptions()
-        limits = engines.limits_of(c.as_dict(), self.source.presets[self.source.default_preset].block_length, options)
+        limits = estimate.limits_of(c.as_dict(), self.source.presets[self.source.default_preset].block_length, options)
         for target in self.targets:
-            engines.check_memory(c.as_dict(), target, weights_bytes, limits, on_host=target.name in self.builders)
+            estimate.check_memory(c.as_dict(), target, weights_bytes, limits, on_host=target.name in self.builders)
 
     def build_engines(self, hashed: dict[str, Any]) -> None:
         """An engine for every target that can be built here; commands for the others."""
         for target in self.targets:
             builder = self.builders.get(target.name)
             if builder is None:
-                self.report.deferred[target.name] = engines.deferred_command(self.output, target)
+                self.report.deferred[target.name] = builders.deferred_command(self.output, target)
                 continue
             assert self.engine_options is not None
-            output = self.folder / engines.engine_file(target)
+            output = self.folder / engine.engine_file(target)
             output.parent.mkdir(exist_ok=True)
-            built = engines.build_engine(
+            built = engine.build_engine(
                 self.folder, self.manifest, hashed, target, builder, self.engine_options, output, self.progress
             )
             self.report.engines.append(built)
@@ -336,7 +328,7 @@ class _Build:
 
     def quantise(self) -> calibrate.Quantisation:
         """Find the recipe's numbers."""
-        shapes = quantise.linear_layers(self.capabilities)
+        shapes = quantise.linear_layers(self.network)
         self.data: samples.Data | None = None
         self.states: list[State] = []
         self.provenance: dict[str, Any] | None = None
@@ -351,7 +343,7 @@ class _Build:
         if self.precision == STORED:
             is_run = False  # the checkpoint brings its ranges along
         if is_run or self.check_parity:
-            self.data = samples.load_data(self.capabilities, self.source.path, self.tokenizer, self.options.calibration)
+            self.data = samples.load_data(self.network, self.source.path, self.tokenizer, self.options.calibration)
             if self.data.warning:
                 self.report.warnings.append(self.data.warning)
             self.states = self.make_states()
@@ -359,12 +351,12 @@ class _Build:
             recipe, formats = self.search(shapes, self.states)
         if self.precision == STORED:
             targets.check(self.targets, formats.values(), STORED)
-            return calibrate.take_stored(self.source.parameters, self.capabilities, recipe, formats, self.scale_dtype)
+            return calibrate.take_stored(self.source.parameters, self.network, recipe, formats, self.scale_dtype)
         sweeps = calibrate.sweeps(recipe, formats, shapes, self.options.calibrator)
         with self.stage("calibrate", max(1, sweeps * len(self.states))):
             return calibrate.calibrate(
                 self.source.parameters,
-                self.capabilities,
+                self.network,
                 recipe,
                 formats,
                 shapes,
@@ -379,7 +371,7 @@ class _Build:
         assert self.data is not None
         options = self.options.calibration
         with self.stage("make states", len(self.data.calibration)):
-            denoiser = families.load(self.source.parameters, self.capabilities, calibrate.holding_dtype(self.capabilities))
+            denoiser = families.load(self.source.parameters, self.network, calibrate.holding_dtype(self.network))
             states = list(samples.calibration_states(self.source, denoiser, self.data, options, self.progress.advance))
         del denoiser
         give_back()
@@ -419,8 +411,8 @@ class _Build:
         recipe = replace(found.recipe, **options.recipe_changes)
         return recipe, recipe.formats(list(shapes))
 
-    def reader(self, traced: graph.Graph, done: calibrate.Quantisation | None) -> Callable[[str, np.dtype], np.ndarray]:
-        """Where ``graph.write`` gets an initialiser from."""
+    def reader(self, traced: trace.Graph, done: calibrate.Quantisation | None) -> Callable[[str, np.dtype], np.ndarray]:
+        """Where ``write.write_graph`` gets an initialiser from."""
         if done is None:
             return self.source.parameters.read
         held: dict[str, QuantisedWeight] = {}
@@ -456,7 +448,7 @@ class _Build:
 
     def prove(self, done: calibrate.Quantisation | None) -> dict[str, Any]:
         """Parity with torch, and what quantisation costs; returns accuracy.json. Raises ParityError, AccuracyError."""
-        c, parameters = self.capabilities, self.source.parameters if done is None else done.parameters
+        c, parameters = self.network, self.source.parameters if done is None else done.parameters
 
         def load() -> Denoiser:
             denoiser = families.load(parameters, c)
@@ -495,7 +487,7 @@ class _Build:
                 fitted = accuracy.fit_threshold(self.source, bundle, fitting, self.preset, self.progress.advance)
         with self.stage("sweep layers", len(done.formats)):
             layers = accuracy.layer_losses(
-                families.load(done.parameters, self.capabilities),
+                families.load(done.parameters, self.network),
                 done,
                 self.states or self.make_states(),
                 self.progress.advance,
@@ -524,7 +516,7 @@ def check_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
 
 def check(
     folder: Path,
-    capabilities: Capabilities,
+    network: NetworkSpec,
     load: Callable[[], Denoiser],
     presets: dict[str, Policy],
     precision: str,
@@ -543,13 +535,13 @@ def check(
     """
     progress = progress or Silent()
     if prompts is None:
-        prompts = verify.random_prompts(capabilities, PROMPT_COUNT, seed)
-        max_new_tokens = max(1, min(max_new_tokens, capabilities.max_canvas_length - len(prompts[0])))
+        prompts = verify.random_prompts(network, PROMPT_COUNT, seed)
+        max_new_tokens = max(1, min(max_new_tokens, network.max_canvas_length - len(prompts[0])))
     longest = max(len(prompt) for prompt in prompts)
-    room = capabilities.max_canvas_length - longest
+    room = network.max_canvas_length - longest
     if max_new_tokens > room:
         raise RequestError(
-            f"a prompt of {longest} tokens leaves room for {room} on the canvas of {capabilities.max_canvas_length}, "
+            f"a prompt of {longest} tokens leaves room for {room} on the canvas of {network.max_canvas_length}, "
             f"not for {max_new_tokens}"
         )
     denoiser = load()
@@ -569,10 +561,10 @@ def stored_recipe(source: Source) -> Recipe:
     return Recipe(STORED, layers)
 
 
-def check_same_denoiser(folder: Path, manifest: dict[str, Any], capabilities: Capabilities) -> None:
+def check_same_denoiser(folder: Path, manifest: dict[str, Any], network: NetworkSpec) -> None:
     """Raises DlmError if a bundle's manifest describes another denoiser than a checkpoint's."""
     theirs = manifest["denoiser"] | {"family": manifest["family"]}
-    for key, ours in capabilities.as_dict().items():
+    for key, ours in network.as_dict().items():
         if key in theirs and theirs[key] != ours:
             raise DlmError(f"{folder}: built from another checkpoint: its {key} is {theirs[key]}, the checkpoint's is {ours}")
 

@@ -21,7 +21,7 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
-    from dlm_export.denoiser import Capabilities
+    from dlm_export.network.denoiser import NetworkSpec
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -32,7 +32,7 @@ class OutputError(DlmError):
 
 
 def make_manifest(
-    capabilities: Capabilities,
+    network: NetworkSpec,
     *,
     precision: dict[str, Any],
     targets: list[str],
@@ -43,7 +43,7 @@ def make_manifest(
     chat_template: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds."""
-    c = capabilities
+    c = network
     return {
         "schema_version": SCHEMA_VERSION,
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},

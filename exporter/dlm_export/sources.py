@@ -12,12 +12,13 @@ import numpy as np
 import onnx_ir as ir
 
 import dlm_runtime
-from dlm_export import families, graph, tokenizer
+from dlm_export import families, graph
 from dlm_export.bundle import MANIFEST_FILE
-from dlm_export.checkpoint import Checkpoint, CheckpointError
-from dlm_export.denoiser import Capabilities
+from dlm_export.checkpoints import tokenizer
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
-from dlm_export.tokenizer import TokenizerFiles
+from dlm_export.network.denoiser import NetworkSpec
 from dlm_runtime.policy import PRESETS, Policy
 
 
@@ -26,7 +27,7 @@ class Source:
     """A denoiser to build from, with the text files and loops that go along."""
 
     path: Path
-    capabilities: Capabilities
+    network: NetworkSpec
     parameters: Parameters
     text: TokenizerFiles
     presets: dict[str, Policy]
@@ -42,13 +43,13 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     if (path / MANIFEST_FILE).is_file():
         return _open_bundle(path, overrides or Overrides())
     checkpoint = Checkpoint(path)
-    capabilities = families.read_capabilities(checkpoint, overrides or Overrides())
-    weights = families.Weights(checkpoint, capabilities)
-    text = tokenizer.read(checkpoint, capabilities)
-    family = families.FAMILIES[capabilities.family]
+    network = families.read_network(checkpoint, overrides or Overrides())
+    weights = families.Weights(checkpoint, network)
+    text = tokenizer.read(checkpoint, network)
+    family = families.FAMILIES[network.family]
     return Source(
         path,
-        capabilities,
+        network,
         weights,
         text,
         dict(PRESETS),
@@ -68,7 +69,7 @@ def _stored_precision(checkpoint: Checkpoint) -> str:
 class BundleParameters:
     """The initialisers of a full-precision bundle's graph under the denoiser's parameter names."""
 
-    def __init__(self, folder: Path, capabilities: Capabilities) -> None:
+    def __init__(self, folder: Path, network: NetworkSpec) -> None:
         """Raises CheckpointError if the graph lacks a parameter or has it in another shape."""
         self.path = folder / graph.GRAPH_FILE
         self._tensors = {
@@ -76,7 +77,7 @@ class BundleParameters:
             for name, value in ir.load(self.path).graph.initializers.items()
             if value.const_value is not None
         }
-        for name, shape in capabilities.parameter_shapes().items():
+        for name, shape in network.parameter_shapes().items():
             found = tuple(self._tensors[name].shape) if name in self._tensors else None
             if found != shape:
                 raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
@@ -104,7 +105,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         )
     if overrides != Overrides():
         raise CheckpointError(f"{path}: a bundle's mask token and canvas stay as they were built; start from the checkpoint")
-    capabilities = capabilities_of(manifest)
+    network = network_of(manifest)
     chat = manifest.get("chat_template")
     name = manifest.get("tokenizer")
     text = TokenizerFiles(
@@ -112,11 +113,11 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         None if chat is None else (path / chat["file"]).read_text(encoding="utf-8"),
         {} if chat is None else chat["special_tokens"],
     )
-    parameters = BundleParameters(path, capabilities)
-    return Source(path, capabilities, parameters, text, presets, manifest["default_preset"], precision)
+    parameters = BundleParameters(path, network)
+    return Source(path, network, parameters, text, presets, manifest["default_preset"], precision)
 
 
-def capabilities_of(manifest: dict[str, Any]) -> Capabilities:
+def network_of(manifest: dict[str, Any]) -> NetworkSpec:
     """The capability record that a bundle's manifest keeps."""
     tokens = manifest["tokens"]
     known = manifest["denoiser"] | {
@@ -126,4 +127,4 @@ def capabilities_of(manifest: dict[str, Any]) -> Capabilities:
         "eos_token_ids": tuple(tokens["eos"]),
         "pad_token_id": tokens["pad"],
     }
-    return Capabilities(**{field.name: known[field.name] for field in fields(Capabilities)})
+    return NetworkSpec(**{field.name: known[field.name] for field in fields(NetworkSpec)})

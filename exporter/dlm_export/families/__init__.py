@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE
-from dlm_export.checkpoint import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
-from dlm_export.denoiser import Capabilities, Denoiser, rotary_tables
-from dlm_export.families import dream, llada, prequantised
+from dlm_export.checkpoints import prequantised
+from dlm_export.checkpoints.folder import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
+from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
+from dlm_export.families import dream, llada
 from dlm_export.families.base import Family, Overrides, Parameters
-from dlm_export.families.prequantised import Expected, StoredQuantised
 from dlm_export.memory import give_back
+from dlm_export.network.denoiser import Denoiser, NetworkSpec, rotary_tables
 
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -36,12 +37,12 @@ def find(checkpoint: Checkpoint) -> Family:
     raise CheckpointError(f"{checkpoint.config.path}: unknown architecture {reprlib.repr(name)}. Known: {known}.")
 
 
-def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilities:
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """What a checkpoint's denoiser is. Raises CheckpointError."""
-    capabilities = find(checkpoint).capabilities(checkpoint, overrides)
-    if capabilities.head_size % 2:
-        raise CheckpointError(f"{checkpoint.config.path}: head size {capabilities.head_size} is odd, RoPE needs pairs")
-    return capabilities
+    network = find(checkpoint).network(checkpoint, overrides)
+    if network.head_size % 2:
+        raise CheckpointError(f"{checkpoint.config.path}: head size {network.head_size} is odd, RoPE needs pairs")
+    return network
 
 
 class Weights:
@@ -51,11 +52,11 @@ class Weights:
     what the checkpoint holds and is not used as it stands.
     """
 
-    def __init__(self, checkpoint: Checkpoint, capabilities: Capabilities) -> None:
+    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec) -> None:
         """Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor."""
         self.checkpoint = checkpoint
-        self.shapes = capabilities.parameter_shapes()
-        self.sources = FAMILIES[capabilities.family].layout.sources(capabilities)
+        self.shapes = network.parameter_shapes()
+        self.sources = FAMILIES[network.family].layout.sources(network)
         assert self.sources.keys() == self.shapes.keys(), self.sources.keys() ^ self.shapes.keys()
         self.quantised: dict[str, str] = {}
         for parameter, source in self.sources.items():
@@ -177,10 +178,10 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:_LISTED])}{more}"
 
 
-def load(weights: Parameters, capabilities: Capabilities, dtype: torch.dtype = torch.float32) -> Denoiser:
+def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
     """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
     with torch.device("meta"):
-        denoiser = Denoiser(capabilities)
+        denoiser = Denoiser(network)
     state = {}
     for name, _ in denoiser.named_parameters():
         if dtype == torch.bfloat16:
@@ -190,8 +191,8 @@ def load(weights: Parameters, capabilities: Capabilities, dtype: torch.dtype = t
         if state[name].numel() > LARGE_TENSOR:
             give_back()
     denoiser.load_state_dict(state, assign=True)
-    denoiser.cos, denoiser.sin = (table.to(dtype) for table in rotary_tables(capabilities))
+    denoiser.cos, denoiser.sin = (table.to(dtype) for table in rotary_tables(network))
     return denoiser.eval().requires_grad_(False)
 
 
-__all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "load", "read_capabilities"]
+__all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "load", "read_network"]

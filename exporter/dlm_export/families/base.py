@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from dlm_export.checkpoint import Checkpoint, CheckpointError
-from dlm_export.denoiser import Capabilities
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.network.denoiser import NetworkSpec
 
 
 class Parameters(Protocol):
@@ -46,7 +46,7 @@ class Layout:
     final_norm: str
     head: str
 
-    def sources(self, c: Capabilities) -> dict[str, Source]:
+    def sources(self, c: NetworkSpec) -> dict[str, Source]:
         """Denoiser parameter -> released tensor. Released matrices are ``[out, in]``, the denoiser's ``[in, out]``."""
         linears = {
             "attention.q": self.q,
@@ -88,7 +88,7 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    capabilities: Callable[[Checkpoint, Overrides], Capabilities]
+    network: Callable[[Checkpoint, Overrides], NetworkSpec]
     layout: Layout
 
 

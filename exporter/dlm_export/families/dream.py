@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dlm_export.checkpoint import Checkpoint, CheckpointError
-from dlm_export.denoiser import Capabilities
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Layout, Overrides, special_tokens
+from dlm_export.network.denoiser import NetworkSpec
 
 # Both were trained on canvases of 2048 tokens; max_position_embeddings still says what the Qwen2.5 they started from took.
 TRAINED_LENGTH = 2048
 
 
-def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilities:
-    """Capabilities from a released Dream config.json. Raises CheckpointError."""
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """NetworkSpec from a released Dream config.json. Raises CheckpointError."""
     config = checkpoint.config
     config.require("hidden_act", "silu")
     config.require("rope_scaling", None)
@@ -29,7 +29,7 @@ def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilit
     vocab_size = config.integer("vocab_size")
     tokens = special_tokens(checkpoint, vocab_size, overrides)
     positions = config.integer("max_position_embeddings", default=TRAINED_LENGTH)
-    return Capabilities(
+    return NetworkSpec(
         family="dream",
         architecture="DreamModel",
         vocab_size=vocab_size,
@@ -67,4 +67,4 @@ LAYOUT = Layout(
     final_norm="model.norm",
     head="lm_head",
 )
-FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_capabilities, LAYOUT)
+FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_network, LAYOUT)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dlm_export.checkpoint import Checkpoint, CheckpointError
-from dlm_export.denoiser import Capabilities
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Layout, Overrides, special_tokens
+from dlm_export.network.denoiser import NetworkSpec
 
 
-def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilities:
-    """Capabilities from a released LLaDA config.json. Raises CheckpointError."""
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """NetworkSpec from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
     config.require("block_type", "llama")
     config.require("activation_type", "silu")
@@ -29,7 +29,7 @@ def read_capabilities(checkpoint: Checkpoint, overrides: Overrides) -> Capabilit
     vocab_size = config.integer("embedding_size", default=config.integer("vocab_size"))
     tokens = special_tokens(checkpoint, vocab_size, overrides)
     mlp_default = config.integer("mlp_ratio", default=4) * hidden_size
-    return Capabilities(
+    return NetworkSpec(
         family="llada",
         architecture="LLaDAModelLM",
         vocab_size=vocab_size,
@@ -67,4 +67,4 @@ LAYOUT = Layout(
     final_norm="model.transformer.ln_f",
     head="model.transformer.ff_out",
 )
-FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_capabilities, LAYOUT)
+FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_network, LAYOUT)

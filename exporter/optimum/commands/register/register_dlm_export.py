@@ -2,6 +2,6 @@
 
 from optimum.commands.export.base import ExportCommand
 
-from dlm_export.optimum import DlmExportCommand
+from dlm_export.cli.optimum import DlmExportCommand
 
 REGISTER_COMMANDS = [(DlmExportCommand, ExportCommand)]

@@ -1,0 +1,160 @@
+"""Quantised matrices of modelopt's unified checkpoints, taken over code for code.
+
+Beside a Linear's ``X.weight`` lie its scales (https://github.com/NVIDIA/Model-Optimizer, ``modelopt.torch.export``):
+
+========  ==========================  =============================  ====================  =============
+stored    ``X.weight``                ``X.weight_scale``             ``X.weight_scale_2``  ``X.input_scale``
+========  ==========================  =============================  ====================  =============
+FP8       E4M3 [out, in]              fp32, one or [out]             -                     amax / 448
+NVFP4     E2M1 [out, in / 2] as U8,   E4M3 [out, in / 16]            fp32, one             amax / (6 * 448)
+          earlier code in low nibble
+========  ==========================  =============================  ====================  =============
+
+``input_scale`` is one fp32 number, and is not there where activations keep full precision or take their range from each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from dlm_calibration.formats import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
+from dlm_export.checkpoints.folder import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
+
+CACHE_SUFFIXES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
+"""Of a quantised key/value cache: not the network's own, and not used."""
+
+_WITH_INPUT_SCALE = ("FP8", "NVFP4")  # the algorithms whose activations have a calibrated range
+_LEVELS = {"fp8": np.float32(448), "nvfp4": np.float32(6 * 448)}
+_CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
+
+
+@dataclass(frozen=True, eq=False)
+class StoredQuantised:
+    """A matrix as the checkpoint holds it: codes and scales, and the scale of its input where that is static.
+
+    ``algorithm`` is modelopt's name (a key of ``checkpoint.FORMATS``).
+    """
+
+    algorithm: str
+    weight: QuantisedWeight
+    input_scale: np.float32 | None
+
+    @property
+    def input_amax(self) -> float | None:
+        """The input's range in fp32.
+
+        Divided by the format's levels in fp32 again, it gives ``input_scale`` to the bit if that came from such a division,
+        as modelopt's does; otherwise within one unit in the last place.
+        """
+        if self.input_scale is None:
+            return None
+        return float(np.float32(self.input_scale * _LEVELS[self.weight.format]))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor beside or in place of a weight has to be; several shapes may be allowed."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_required: bool = True
+
+
+def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> dict[str, Expected]:
+    """The tensors of a quantised ``[outputs, inputs]`` weight called ``tensor``, by name."""
+    base = tensor.removesuffix(".weight")
+    floats, one = tuple(WEIGHT_DTYPES), ((), (1,))
+    if FORMATS[algorithm] == "fp8":
+        found = {
+            tensor: Expected((_CODES["fp8"],), ((outputs, inputs),)),
+            f"{base}.weight_scale": Expected(floats, (*one, (outputs,), (outputs, 1))),
+        }
+    else:
+        found = {
+            tensor: Expected((_CODES["nvfp4"],), ((outputs, inputs // 2),)),
+            f"{base}.weight_scale": Expected(("F8_E4M3",), ((outputs, inputs // NVFP4_GROUP_SIZE),)),
+            f"{base}.weight_scale_2": Expected(floats, one),
+        }
+    if algorithm in _WITH_INPUT_SCALE:
+        found[f"{base}.input_scale"] = Expected(floats, one, is_required=False)
+    return found
+
+
+def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
+    """How a matrix is stored; None in full precision.
+
+    What lies in the file decides: a layer in full precision is one, whatever patterns leave it out.
+    """
+    info = checkpoint.tensors.get(tensor)
+    if checkpoint.quantisation is None or (info is not None and info.dtype in WEIGHT_DTYPES):
+        return None
+    return checkpoint.quantisation.algorithm_of(tensor.removesuffix(".weight"))
+
+
+def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
+    """Matrices in full precision that hf_quant_config.json does not leave out."""
+    said = checkpoint.quantisation
+    return [
+        tensor
+        for tensor in tensors
+        if said is not None
+        and tensor in checkpoint.tensors
+        and checkpoint.tensors[tensor].dtype in WEIGHT_DTYPES
+        and said.algorithm_of(tensor.removesuffix(".weight")) is not None
+    ]
+
+
+def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
+    """The codes and scales of a weight whose tensors have been checked to be the expected ones.
+
+    Raises CheckpointError for scales that are not finite and positive (a group's may be zero) and codes that are NaN.
+    """
+    base = tensor.removesuffix(".weight")
+    number_format = FORMATS[algorithm]
+    codes = checkpoint.tensor(tensor)
+    if number_format == "fp8":
+        values = _e4m3(codes)
+        _refuse(checkpoint, tensor, "codes are NaN", np.isnan(values))
+        scales = _scales(checkpoint, f"{base}.weight_scale").reshape(-1)
+        scales = np.ascontiguousarray(np.broadcast_to(scales, (values.shape[0],)))
+        weight = QuantisedWeight("fp8", np.ascontiguousarray(values.T), scales)
+    else:
+        name = f"{base}.weight_scale"
+        groups = _e4m3(checkpoint.tensor(name))
+        numbers = groups.astype(np.float32)
+        _refuse(checkpoint, name, "group scales are NaN or negative", ~(numbers >= 0))
+        weight = QuantisedWeight(
+            "nvfp4",
+            unpack_nibbles(codes.numpy()),
+            groups,
+            global_scale=np.float32(_scales(checkpoint, f"{base}.weight_scale_2").item()),
+            group_size=NVFP4_GROUP_SIZE,
+        )
+    name = f"{base}.input_scale"
+    has_input = algorithm in _WITH_INPUT_SCALE and name in checkpoint.tensors
+    return StoredQuantised(algorithm, weight, np.float32(_scales(checkpoint, name).item()) if has_input else None)
+
+
+def _scales(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    scales: np.ndarray = checkpoint.tensor(name).to(torch.float32).numpy()
+    _refuse(checkpoint, name, "scales are not finite and positive", ~(np.isfinite(scales) & (scales > 0)))
+    return scales
+
+
+def _refuse(checkpoint: Checkpoint, name: str, what: str, is_bad: np.ndarray) -> None:
+    if is_bad.any():
+        raise CheckpointError(
+            f"{checkpoint.tensors[name].file}: {int(is_bad.sum())} of {is_bad.size} {what} in {name}. "
+            "Copy the checkpoint again, or export it again with every layer calibrated."
+        )
+
+
+def _e4m3(tensor: torch.Tensor) -> np.ndarray:
+    """A torch E4M3 tensor as numpy's, without a change of bits."""
+    bits: np.ndarray = tensor.contiguous().view(torch.uint8).numpy()
+    return bits.view(ml_dtypes.float8_e4m3fn)

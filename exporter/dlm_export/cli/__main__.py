@@ -1,0 +1,5 @@
+"""``python -m dlm_export.cli``."""
+
+from dlm_export.cli import main
+
+main()

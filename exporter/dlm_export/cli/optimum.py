@@ -1,0 +1,69 @@
+"""``optimum-cli export dlm CHECKPOINT OUTPUT``: ``dlm-export build`` where users of optimum look for an exporter.
+
+optimum (https://github.com/huggingface/optimum) imports every file of the namespace package ``optimum.commands.register`` and
+takes the commands that it lists; ours is ``optimum/commands/register/register_dlm_export.py`` in this distribution's wheel.
+The options are those of ``dlm-export build``, read from its definition. Nothing heavy is imported before the command runs:
+optimum loads this file at each start.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Iterator
+
+import click
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from dlm_export.cli.commands import build, main
+
+_PREFIX = "dlm_"  # of our values in optimum's namespace, which has names of its own
+
+
+class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
+    """The subcommand ``dlm`` of ``optimum-cli export``."""
+
+    COMMAND = CommandInfo(name="dlm", help="Export a diffusion language model to a bundle (dlm-export).")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        """Declare the arguments of ``dlm-export build`` on optimum's parser."""
+        parser.add_argument(f"{_PREFIX}checkpoint", metavar="CHECKPOINT", help="Folder of the checkpoint.")
+        parser.add_argument(f"{_PREFIX}output", metavar="OUTPUT", help="Folder of the bundle to write.")
+        context = click.Context(build)
+        for option in _options():
+            record = option.get_help_record(context)
+            help_text = record[1].replace("%", "%%") if record else None  # argparse formats its help
+            name = f"{_PREFIX}{option.name}"
+            if option.is_flag:
+                action = BooleanOptionalAction if option.secondary_opts else "store_true"  # --x, --no-x
+                parser.add_argument(*option.opts, dest=name, action=action, default=SUPPRESS, help=help_text)
+            else:
+                parser.add_argument(
+                    *option.opts, dest=name, default=SUPPRESS, help=help_text, metavar=option.make_metavar(context)
+                )
+
+    def run(self) -> None:
+        """Build the bundle; ends the process with the exit code of ``dlm-export build``."""
+        main.main(args=build_arguments(self.args), prog_name="dlm-export")
+
+
+def build_arguments(values: Namespace) -> list[str]:
+    """The arguments of ``dlm-export`` for what optimum's parser read; values stay unchecked, which is the command's work."""
+    given = vars(values)
+    arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
+    for option in _options():
+        name = f"{_PREFIX}{option.name}"
+        if name not in given:
+            continue
+        if option.is_flag:
+            arguments.append((option.opts if given[name] else option.secondary_opts)[-1])
+        else:
+            arguments.append(f"{option.opts[-1]}={given[name]}")
+    return [*arguments, "--", given[f"{_PREFIX}checkpoint"]]
+
+
+def _options() -> Iterator[click.Option]:
+    """The options of ``dlm-export build``, but for its output, which is an argument here."""
+    for parameter in build.params:
+        if isinstance(parameter, click.Option) and parameter.name != "output":
+            yield parameter

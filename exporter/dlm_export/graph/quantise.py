@@ -1,0 +1,326 @@
+"""Quantised layers in the graph: a MatMul's operands are replaced, everything around it stays.
+
+Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a weight's name. Weights are
+declared here with shape and type only; ``write_graph`` asks for them one at a time. A graph is written in one of two forms,
+over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser.
+
+==============  ========================================================================================================
+int8-dynamic    ``dlm_export::Int8Linear``: one scale a column and, in each pass, one a row of the input: integer arithmetic, on
+                a CPU only
+int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
+                around 128, TensorRT's int8 around 0: the same values
+int8-weight     DequantizeLinear on the weight; activations stay
+int4            the same in groups along the input
+fp8             as int8-static, in E4M3
+nvfp4           on a CPU the exactly equal image: packed E2M1 codes looked up in a table of 16, times E4M3 group scale, times
+                the tensor's scale; the input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that
+                round to E2M1 by steps. For TensorRT two DequantizeLinear, and TRT_FP4DynamicQuantize on the input
+==============  ========================================================================================================
+
+The engine folds what depends on constants only, so an image costs its size on disk but no time in a pass. Scales are in the
+graph's dtype. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset 23), and for NVFP4 TensorRT's documented
+two-level scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from dlm_calibration.formats import E2M1_VALUES, activation_scale
+from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+from dlm_calibration.solvers import hadamard
+from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph.trace import Graph
+from dlm_export.network.denoiser import NetworkSpec
+from dlm_runtime.errors import DlmError
+
+TRT_DOMAIN = "trt"
+F8 = ir.DataType.FLOAT8E4M3FN
+
+
+class QuantiseError(DlmError):
+    """A layer cannot be quantised as asked."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an initialiser of a quantised graph holds of a layer's weight.
+
+    ``codes``, ``scales``, ``global_scale``, or ``panels`` and ``panel_scales``: codes and scales as ``functions`` has them.
+    """
+
+    layer: str
+    part: str
+
+
+def linear_layers(network: NetworkSpec) -> dict[str, tuple[int, int]]:
+    """Module path -> ``(inputs, outputs)`` of every matrix multiplication by a weight of its own, in order of the pass."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in network.parameter_shapes().items()
+        if len(shape) == 2 and name != "embed.weight"
+    }
+
+
+def _weight(node: ir.Node) -> ir.Value | None:
+    if node.op_type != "MatMul" or node.inputs[1] is None or not node.inputs[1].is_initializer():
+        return None
+    return node.inputs[1]
+
+
+def check(layers: Mapping[str, tuple[int, int]], formats: Mapping[str, str], *, for_tensorrt: bool = False) -> None:
+    """Raises QuantiseError for a layer whose shape does not suit its format; TensorRT takes no group that is short."""
+    for layer, name in formats.items():
+        inputs, _ = layers[layer]
+        size = FORMATS[name].group_size
+        if for_tensorrt and FORMATS[name].weights == "int4" and size is not None and inputs % size:
+            raise QuantiseError(
+                f"{layer}: {name} has groups of {size}, and {inputs} inputs are no multiple, as TensorRT wants it. "
+                "Choose smaller groups (int4 has 64), or give the layer another format in a recipe."
+            )
+        if FORMATS[name].weights == "int8" and FORMATS[name].activations and not FORMATS[name].is_static and inputs % 4:
+            raise QuantiseError(
+                f"{layer}: {name} multiplies four inputs at a time, and {inputs} are no multiple. "
+                "Give it another format in a recipe."
+            )
+        if FORMATS[name].weights == "nvfp4" and inputs % 16:
+            raise QuantiseError(
+                f"{layer}: NVFP4 has groups of 16, and {inputs} inputs are no multiple. Give it another format in a recipe."
+            )
+
+
+def rewrite(
+    traced: Graph,
+    formats: Mapping[str, str],
+    amax: Mapping[str, float],
+    *,
+    rotated: Mapping[str, int] | None = None,
+    embedding: str | None = None,
+    for_tensorrt: bool = False,
+) -> dict[str, Part]:
+    """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by name.
+
+    ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs, ``rotated`` the size of
+    the Hadamard matrix that turns a layer's input. INT8 with ranges of each pass needs a graph in fp32.
+    """
+    writer = _Writer(traced, for_tensorrt)
+    wanted = {layer for layer, name in formats.items() if name != HIGH}
+    for node in list(traced.model.graph):
+        layer = node.metadata_props.get(LAYER_KEY, "")
+        weight = _weight(node)
+        if weight is None:
+            if embedding is not None and node.op_type == "Gather" and layer == "embed":
+                writer.embedding(node, embedding)
+            continue
+        turned = (rotated or {}).get(layer)
+        if turned is not None:
+            writer.rotate(node, turned)
+        chosen = FORMATS[formats.get(layer, HIGH)]
+        if chosen.weights is not None:
+            writer.layer(node, layer, chosen, amax.get(layer))
+            wanted.remove(layer)
+    assert not wanted, f"not in the graph: {wanted}"
+    unused = [name for name, value in traced.model.graph.initializers.items() if not value.uses()]
+    for name in unused:
+        del traced.model.graph.initializers[name]
+    return writer.parts
+
+
+class _Writer:
+    def __init__(self, traced: Graph, for_tensorrt: bool) -> None:
+        self.graph = traced.model.graph
+        self.model = traced.model
+        self.for_tensorrt = for_tensorrt
+        self.dtype = traced.element_type
+        self.parts: dict[str, Part] = {}
+        self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
+
+    def nodes(self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]) -> ir.Value:
+        """Insert operators before a node, each taking its inputs from ``specs``; a None first input is the one before."""
+        out: ir.Value | None = None
+        for op, inputs, attributes in specs:
+            out = self.node(before, layer, op, [out if value is None else value for value in inputs], attributes)[0]
+        assert out is not None
+        return out
+
+    def node(
+        self, before: ir.Node, layer: str, op: str, inputs: list[ir.Value | None], attributes: dict[str, Any], outputs: int = 1
+    ) -> tuple[ir.Value, ...]:
+        domain, _, op_type = op.rpartition("::")
+        made = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, metadata_props={LAYER_KEY: layer})
+        self.graph.insert_before(before, made)
+        if op_type == "Cast":
+            made.outputs[0].type = ir.TensorType(attributes["to"])
+        elif op_type != "TRT_FP4DynamicQuantize":
+            of = inputs[{"QuantizeLinear": 2, "DequantizeLinear": 1}.get(op_type, 0)]
+            assert of is not None
+            made.outputs[0].type = of.type  # ``widen.compute_in_fp32`` goes by it
+        return tuple(made.outputs)
+
+    def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+        """An initialiser that ``write_graph`` will ask for."""
+        name = f"{layer}.weight.{part}"
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        self.graph.initializers[name] = value
+        self.parts[name] = Part(layer, part)
+        return value
+
+    def number(self, name: str, array: Any) -> ir.Value:
+        """A small initialiser of the graph's own dtype."""
+        return self.constant(name, np.asarray(array).astype(self.dtype.numpy()))
+
+    def constant(self, name: str, array: Any) -> ir.Value:
+        """A small initialiser inside the graph's own file, one a name."""
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(np.asarray(array), name=name)
+            value = ir.Value(name=name, shape=ir.Shape(np.shape(array)), type=ir.TensorType(tensor.dtype), const_value=tensor)
+            self.graph.initializers[name] = value
+        return self.graph.initializers[name]
+
+    def layer(self, node: ir.Node, layer: str, chosen: LayerFormat, amax: float | None) -> None:
+        x, w = node.inputs
+        assert x is not None
+        assert w is not None
+        assert w.shape is not None
+        K, N = (int(size) for size in w.shape)  # type: ignore[arg-type]
+        if chosen.activations == "int8" and not chosen.is_static:
+            assert self.dtype == ir.DataType.FLOAT, layer
+            self.int8_dynamic(node, layer, x, K, N)
+            return
+        if chosen.activations is not None:
+            assert amax is not None, layer
+            node.replace_input_with(0, self.activation(node, layer, x, chosen.activations, amax))
+        node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
+
+    def int8_dynamic(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
+        functions.declare(self.model, "Int8Linear")
+        width = functions.padded(N)
+        shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
+        panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
+        scales = self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
+        result = self.nodes(node, layer, (f"{functions.DOMAIN}::Int8Linear", [x, panels, scales], {"columns": [N]}))
+        old = node.outputs[0]
+        name, result.shape, result.type = old.name, old.shape, old.type
+        old.replace_all_uses_with(result, replace_graph_outputs=True)
+        result.name, old.name = name, None
+        self.graph.remove(node, safe=True)
+
+    def activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
+        """The input, quantised and dequantised; layers that share an input and its range share the nodes."""
+        key = (id(x), number_format, amax)
+        if key not in self._inputs:
+            self._inputs[key] = (self._activation(node, layer, x, number_format, amax),)
+        return self._inputs[key][0]
+
+    def _activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
+        scale_value = activation_scale(number_format, amax, self.dtype.numpy())
+        if number_format == "nvfp4" and not self.for_tensorrt:
+            functions.declare(self.model, "NVFP4QuantizeDequantize")
+            scale = self.constant(f"{layer}.input_scale", scale_value)
+            wide = self._cast(node, layer, x, ir.DataType.FLOAT)
+            rounded = self.nodes(node, layer, (f"{functions.DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {}))
+            return self._cast(node, layer, rounded, self.dtype)
+        scale = self.number(f"{layer}.input_scale", scale_value)
+        if number_format == "nvfp4":
+            self.graph.opset_imports[TRT_DOMAIN] = 1
+            groups = {"axis": -1, "block_size": 16}
+            quantise = f"{TRT_DOMAIN}::TRT_FP4DynamicQuantize"
+            codes, scales = self.node(node, layer, quantise, [x, scale], groups | {"scale_type": F8.value}, outputs=2)
+            return self.nodes(
+                node,
+                layer,
+                ("DequantizeLinear", [scales, scale], {}),
+                ("DequantizeLinear", [codes, None], groups),
+            )
+        if number_format == "fp8":
+            zero = self.constant("zero.fp8", np.zeros((), ml_dtypes.float8_e4m3fn))
+        elif self.for_tensorrt:
+            zero = self.constant("zero.int8", np.int8(0))
+        else:
+            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in more; the values are the same.
+            zero = self.constant("zero.uint8", np.uint8(128))
+        return self.nodes(
+            node,
+            layer,
+            ("QuantizeLinear", [x, scale, zero], {}),
+            ("DequantizeLinear", [None, scale, zero], {}),
+        )
+
+    def dequantised(self, node: ir.Node, layer: str, chosen: LayerFormat, K: int, N: int) -> ir.Value:
+        if chosen.weights == "int4":
+            assert chosen.group_size is not None
+            codes = self.weight(layer, "codes", (K, N), ir.DataType.INT4)
+            scales = self.weight(layer, "scales", (-(-K // chosen.group_size), N), self.dtype)
+            options = {"axis": 0, "block_size": chosen.group_size}
+            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], options))
+        if chosen.weights in ("int8", "fp8"):
+            codes = self.weight(layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8)
+            scales = self.weight(layer, "scales", (N,), self.dtype)
+            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], {"axis": 1}))
+        assert chosen.weights == "nvfp4"
+        codes = self.weight(layer, "codes", (N, K), ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4)
+        scales = self.weight(layer, "scales", (N, K // 16), F8)
+        global_scale = self.weight(layer, "global_scale", (), self.dtype)
+        if self.for_tensorrt:
+            group_scales = self.nodes(node, layer, ("DequantizeLinear", [scales, global_scale], {}))
+            return self.nodes(
+                node,
+                layer,
+                ("DequantizeLinear", [codes, group_scales], {"axis": -1, "block_size": 16}),
+                ("Transpose", [None], {"perm": [1, 0]}),
+            )
+        group_scales = self.nodes(
+            node,
+            layer,
+            ("Cast", [scales], {"to": ir.DataType.FLOAT}),
+            ("Mul", [None, self._cast(node, layer, global_scale, ir.DataType.FLOAT)], {}),
+            ("Unsqueeze", [None, self.constant("axis.2", np.array([2], np.int64))], {}),
+        )
+        matrix = self.nodes(
+            node,
+            layer,
+            ("Cast", [codes], {"to": ir.DataType.INT32}),
+            ("Gather", [self.constant("e2m1", E2M1_VALUES), None], {}),
+            ("Reshape", [None, self.constant("shape.groups", np.array([0, -1, 16], np.int64))], {}),
+            ("Mul", [None, group_scales], {}),
+            ("Reshape", [None, self.constant("shape.matrix", np.array([0, -1], np.int64))], {}),
+            ("Transpose", [None], {"perm": [1, 0]}),
+        )
+        return self._cast(node, layer, matrix, self.dtype)
+
+    def _cast(self, node: ir.Node, layer: str, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return value if value.dtype == dtype else self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
+
+    def rotate(self, node: ir.Node, size: int) -> None:
+        layer, x = node.metadata_props[LAYER_KEY], node.inputs[0]
+        split = self.constant(f"shape.hadamard.{size}", np.array([0, 0, -1, size], np.int64))
+        whole = self.constant("shape.features", np.array([0, 0, -1], np.int64))
+        rotated = self.nodes(
+            node,
+            layer,
+            ("Reshape", [x, split], {}),
+            ("MatMul", [None, self.number(f"hadamard.{size}", hadamard(size))], {}),
+            ("Reshape", [None, whole], {"allowzero": 0}),
+        )
+        # The last axis came out as -1 of unknown size: MatMul finds it again from the weight.
+        node.replace_input_with(0, rotated)
+
+    def embedding(self, node: ir.Node, number_format: str) -> None:
+        """The table as codes and a scale a row; every use of it, a tied head's too, takes the dequantised one."""
+        table = node.inputs[0]
+        assert table is not None
+        assert table.shape is not None
+        V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
+        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if number_format == "int8" else F8)
+        scales = self.weight("embed", "scales", (V, 1), self.dtype)
+        first = next(iter(self.graph))
+        whole = self.nodes(first, "embed", ("Cast", [codes], {"to": self.dtype}), ("Mul", [None, scales], {}))
+        table.replace_all_uses_with(whole)

@@ -1,0 +1,239 @@
+"""Torch to ONNX: one graph for every pass of a denoiser, traced once from torch's meta device, so that no weight exists.
+
+Ports and opsets: see the room's text.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import Tensor, nn
+
+from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K
+from dlm_export.network.denoiser import Denoiser, NetworkSpec
+
+_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ELEMENT_TYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced pass whose weights are still to be written; its initialisers are named like ``Denoiser``'s parameters."""
+
+    model: ir.Model
+    network: NetworkSpec
+    dtype: torch.dtype
+
+    @property
+    def element_type(self) -> ir.DataType:
+        """Of parameters, activations and cache."""
+        return _ELEMENT_TYPES[self.dtype]
+
+    def clone(self) -> Graph:
+        """Another one like it, to be rewritten by itself."""
+        return Graph(self.model.clone(), self.network, self.dtype)
+
+
+def element_type(precision: str) -> ir.DataType:
+    """What a graph of this precision computes in."""
+    return _ELEMENT_TYPES[_DTYPES[precision]]
+
+
+class Pass(nn.Module):
+    """The traced module: body, gather of the scored rows, head, softmax and the K best."""
+
+    mask_token_bias: Tensor
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        bias = torch.zeros(denoiser.network.vocab_size)
+        bias[denoiser.network.mask_token_id] = -torch.inf
+        self.register_buffer("mask_token_bias", bias, persistent=False)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, score_rows: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, ...]:
+        features, presents = self.denoiser.hidden(input_ids, position_ids, past)
+        rows = score_rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        logits = self.denoiser.project(features.gather(1, rows)).float()
+        masked = logits + self.mask_token_bias
+        probs = masked.softmax(-1)
+        top_prob, top_token = probs.topk(TOP_K)
+        # sum p ln p without a logarithm a token: ln p is a logit's distance from the best one's, plus the best one's ln p.
+        behind = logits - masked.amax(-1, keepdim=True)
+        entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
+        flat = [tensor for present in presents for tensor in present]
+        return (top_token.int(), top_prob, entropy, logits, *flat)
+
+
+@contextlib.contextmanager
+def _quiet_logger(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _names(layers: int, prefix: str) -> list[str]:
+    return [f"{prefix}_{kind}.{i}" for i in range(layers) for kind in ("key", "value")]
+
+
+def input_names(layers: int) -> list[str]:
+    """Names of the graph's inputs, in order."""
+    return ["input_ids", "position_ids", "score_rows", *_names(layers, "past")]
+
+
+def output_names(layers: int) -> list[str]:
+    """Names of the graph's outputs, in order."""
+    return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
+
+
+def describe(network: NetworkSpec, precision: str, *, for_device: bool = False, is_plain: bool = False) -> dict[str, Any]:
+    """What the manifest says of the graph; ``for_device``: that there is a device graph too."""
+    layers = network.layers
+    return {
+        "file": GRAPH_FILE,
+        **({"device_file": DEVICE_FILE} if for_device else {}),
+        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
+        "opset": PLAIN_OPSET if is_plain else OPSET,
+        "top_k": TOP_K,
+        "inputs": input_names(layers),
+        "outputs": output_names(layers),
+    }
+
+
+def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
+    """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``graph.PRECISIONS``.
+
+    ``is_plain``: in operators of opset 21.
+    """
+    dtype = _DTYPES[precision]
+    c = network
+    with torch.device("meta"):
+        module = Pass(Denoiser(c, is_plain)).eval()
+    module.denoiser.to(dtype)
+    B, T, S, R = 2, 7, 5, 3
+    with torch.device("meta"):
+        ids = torch.zeros(B, T, dtype=torch.int64)
+        rows = torch.zeros(B, R, dtype=torch.int64)
+        past = [
+            (torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype), torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype))
+            for _ in range(c.layers)
+        ]
+    auto = torch.export.Dim.AUTO
+    rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
+    # The exporter reports on itself through warnings and logging (torchvision is absent, and so on): nothing for a user.
+    with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module,
+            (ids, ids.clone(), rows, past),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=input_names(c.layers),
+            output_names=output_names(c.layers),
+            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * c.layers),
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model
+    model.graph.name = "denoiser"
+    model.producer_name, model.producer_version = "dlm-export", metadata.version("dlm-export")
+    model.graph.metadata_props.clear()  # torch's own, longer than the graph
+    _name_layers(model)
+    _simplify_reshapes(model)
+    passes.CommonSubexpressionEliminationPass()(passes.IdentityEliminationPass()(model).model)
+    passes.RemoveUnusedNodesPass()(model)
+    _name_axes(model, c)
+    if is_plain:  # all operators that are left have been the same since
+        model.graph.opset_imports[""] = PLAIN_OPSET
+    held = {name.removeprefix("denoiser.") for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    for name in held & model.graph.initializers.keys():
+        model.graph.initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
+    return Graph(model, c, dtype)
+
+
+def _name_layers(model: ir.Model) -> None:
+    """Give every node its module path (``LAYER_KEY``) and drop torch's own, longer metadata."""
+    for node in model.graph:
+        scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+        path = ""
+        if scopes is not None:
+            modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope]
+            path = modules[-1].removeprefix("denoiser.").removeprefix("denoiser") if modules else ""
+        node.metadata_props.clear()
+        node.metadata_props[LAYER_KEY] = path or "pass"
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value.type is None and node.inputs and node.inputs[0] is not None:
+                value.type = node.inputs[0].type  # torch leaves RMSNormalization's out
+    for name, value in list(model.graph.initializers.items()):
+        value.metadata_props.clear()
+        value.name = name.removeprefix("denoiser.")
+
+
+def _simplify_reshapes(model: ir.Model) -> None:
+    """Reshape with a constant ``[0, 0, ...]`` (0 copies a dimension) where only B and T are dynamic.
+
+    The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for nothing.
+    """
+    for node in model.graph:
+        if node.op_type != "Reshape":
+            continue
+        number, wanted = (ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None)
+        if number is not None and wanted is not None:  # which torch makes a list of
+            folded = ir.tensor(number.numpy().reshape(wanted.numpy()), name=f"{node.outputs[0].name}.value")
+            constant = ir.node("Constant", [], {"value": folded}, metadata_props=dict(node.metadata_props))
+            model.graph.insert_before(node, constant)
+            node.outputs[0].replace_all_uses_with(constant.outputs[0])
+            continue
+        if node.outputs[0].shape is None:
+            continue
+        dims = list(node.outputs[0].shape)
+        if len(dims) < 3 or any(isinstance(dim, int) for dim in dims[:2]):
+            continue
+        assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
+        shape = ir.tensor(np.array([0, 0, *dims[2:]], np.int64), name=f"{node.outputs[0].name}.shape")
+        constant = ir.node("Constant", [], {"value": shape}, metadata_props=dict(node.metadata_props))
+        model.graph.insert_before(node, constant)
+        node.replace_input_with(1, constant.outputs[0])
+        node.attributes.pop("allowzero", None)  # torch sets it, and then 0 would mean an empty dimension
+
+
+def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
+    """Call the dynamic axes B, T, S, R everywhere they are promised; torch gives each input symbols of its own."""
+    for node in model.graph:
+        for value in node.outputs:
+            value.shape = None
+    shapes: dict[str, list[int | str]] = {
+        "input_ids": ["B", "T"],
+        "position_ids": ["B", "T"],
+        "score_rows": ["B", "R"],
+        "top_token": ["B", "R", TOP_K],
+        "top_prob": ["B", "R", TOP_K],
+        "entropy": ["B", "R"],
+        "logits": ["B", "R", c.vocab_size],
+    }
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        rows = "S" if str(value.name).startswith("past") else "T"
+        value.shape = ir.Shape(shapes.get(str(value.name), ["B", c.kv_heads, rows, c.head_size]))

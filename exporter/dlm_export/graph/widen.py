@@ -1,0 +1,48 @@
+"""A bf16 graph in arithmetic that ONNX Runtime's CPU kernels have."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from dlm_export.graph import LAYER_KEY
+from dlm_export.graph.trace import Graph
+
+_MOVES = ("Cast", "Concat", "Constant", "Expand", "Gather", "GatherElements", "Reshape", "Shape", "Transpose", "Unsqueeze")
+
+
+def compute_in_fp32(graph: Graph) -> None:
+    """Give a bf16 graph fp32 arithmetic whose every result is rounded to bf16, in place: ONNX Runtime's CPU kernels have none.
+
+    Parameters, inputs and outputs keep their type; operators that only move values do too.
+    """
+    wide: dict[ir.Value, ir.Value] = {}
+    nodes = graph.model.graph
+
+    def cast(value: ir.Value, to: ir.DataType, layer: str) -> ir.Node:
+        made = ir.node("Cast", [value], {"to": to}, metadata_props={LAYER_KEY: layer})
+        made.outputs[0].type = ir.TensorType(to)
+        return made
+
+    for node in list(nodes):
+        if node.op_type in _MOVES:
+            continue
+        layer = node.metadata_props[LAYER_KEY]
+        for i, value in enumerate(node.inputs):
+            if value is None or value.dtype != ir.DataType.BFLOAT16:
+                continue
+            if value not in wide:
+                widening = cast(value, ir.DataType.FLOAT, layer)
+                nodes.insert_before(node, widening)
+                wide[value] = widening.outputs[0]
+            node.replace_input_with(i, wide[value])
+        for value in node.outputs:
+            if value.dtype != ir.DataType.BFLOAT16:
+                continue
+            rounding = cast(value, ir.DataType.BFLOAT16, layer)
+            result = rounding.outputs[0]
+            name, result.shape = value.name, value.shape
+            value.replace_all_uses_with(result, replace_graph_outputs=True)
+            rounding.replace_input_with(0, value)
+            nodes.insert_after(node, rounding)
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+            value.name, result.name = f"{name}.fp32", name

@@ -1,0 +1,302 @@
+"""What a quantised bundle costs: the judge's figures, which layers cause them, and the budgets they must keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import dlm_runtime
+from dlm_calibration.metrics import summarise
+from dlm_calibration.recipes import HIGH
+from dlm_calibration.states import Sample, State
+from dlm_export import families
+from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
+from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor
+from dlm_export.judging.report import write_report
+from dlm_export.judging.threshold import THRESHOLDS, Refit, refit_threshold
+from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.progress import Progress
+from dlm_export.quantising import calibrate
+from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
+from dlm_export.sources import Source, network_of
+from dlm_runtime.errors import DlmError
+from dlm_runtime.policy import Policy
+
+ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
+SWEPT_STATES = 16  # of a sensitivity sweep
+FRONTIER = 0.9  # probability from which a masked position counts as about to commit
+
+
+class AccuracyError(DlmError):
+    """A stated accuracy budget is exceeded."""
+
+    exit_code = 3
+
+
+def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
+    """Mask tokens for a free run: the longest response in whole blocks, as far as every prompt leaves room."""
+    block_length = policy.block_length or 32
+    starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
+    longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
+    wanted = -(-longest // block_length) * block_length
+    return max(1, min(wanted, network.max_canvas_length - max(starts)))
+
+
+def judge_source(
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    name: str,
+    policy: Policy,
+    seed: int,
+    on_done: Callable[[], None],
+) -> Judgement:
+    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is small."""
+    c = source.network
+    reference = TorchPredictor(families.load(source.parameters, c), "fp32")
+    floor = None
+    if c.parameter_count() <= calibrate.LARGE:
+        floor = TorchPredictor(families.load(source.parameters, c, torch.bfloat16), "bf16")
+    return _judge(reference, BundlePredictor(bundle, name), samples, c, policy, bundle, seed, floor, on_done)
+
+
+def _judge(
+    reference: Predictor,
+    candidate: Predictor,
+    samples: Sequence[Sample],
+    network: NetworkSpec,
+    policy: Policy,
+    bundle: dlm_runtime.Bundle,
+    seed: int,
+    floor: Predictor | None,
+    on_done: Callable[[], None],
+) -> Judgement:
+    return judge(
+        reference,
+        candidate,
+        list(samples),
+        policy=policy,
+        max_new_tokens=new_tokens(samples, policy, network),
+        decode=decoder(bundle),
+        seed=seed,
+        noise_floor=floor,
+        on_done=on_done,
+    )
+
+
+def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
+    """Generated ids to text, up to the first end token; None without a tokenizer."""
+    tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
+
+    def decode(tokens: list[int]) -> str | None:
+        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+        return None if tokenizer is None else tokenizer.decode(tokens[:end])
+
+    return decode
+
+
+def judge_bundle(
+    folder: Path,
+    source: Source,
+    options: CalibrationOptions,
+    judged: int,
+    budgets: Budgets,
+    *,
+    engine: str,
+    threads: int,
+    progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Judgement:
+    """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
+    with dlm_runtime.open(folder, engine=engine, threads=threads) as bundle:
+        data = load_data(source.network, source.path, bundle.tokenizer, options, is_calibrating=False)
+        if data.warning:
+            warn(data.warning)
+        samples = data.judging[:judged]
+        preset, _ = threshold_preset(source.network, source.presets, options.preset)
+        progress.start("judge", judge_units(samples))
+        result = judge_source(
+            source, bundle, samples, _title(folder, bundle), source.presets[preset], options.seed, progress.advance
+        )
+    return replace(result, layers=_known_layers(folder)).with_budgets(budgets)
+
+
+def compare_bundles(
+    reference: Path,
+    candidate: Path,
+    options: CalibrationOptions,
+    judged: int,
+    budgets: Budgets,
+    *,
+    engine: str,
+    threads: int,
+    progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Judgement:
+    """Judge one bundle by another. Raises DlmError if they are not of one denoiser's shape and vocabulary."""
+    with (
+        dlm_runtime.open(reference, engine=engine, threads=threads) as first,
+        dlm_runtime.open(candidate, engine=engine, threads=threads) as second,
+    ):
+        c, theirs = network_of(first.manifest), network_of(second.manifest)
+        for key in ("vocab_size", "mask_token_id", "shift", "eos_token_ids"):
+            if getattr(c, key) != getattr(theirs, key):
+                raise DlmError(
+                    f"{candidate}: its {key} is {getattr(theirs, key)}, that of {reference} is {getattr(c, key)}: "
+                    "only bundles that predict the same tokens can be compared"
+                )
+        data = load_data(c, reference, first.tokenizer, options, is_calibrating=False)
+        if data.warning:
+            warn(data.warning)
+        samples = data.judging[:judged]
+        presets = {name: first.policy(name) for name in first.manifest["presets"]}
+        _, policy = threshold_preset(c, presets, options.preset)
+        progress.start("judge", judge_units(samples))
+        result = _judge(
+            BundlePredictor(first, _title(reference, first)),
+            BundlePredictor(second, _title(candidate, second)),
+            samples,
+            c,
+            policy,
+            second,
+            options.seed,
+            None,
+            progress.advance,
+        )
+    return replace(result, layers=_known_layers(candidate)).with_budgets(budgets)
+
+
+def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
+    return f"{folder.name} ({bundle.manifest['precision']['name']})"
+
+
+def _known_layers(folder: Path) -> list[dict[str, Any]]:
+    """The sensitivity sweep that the bundle's build recorded, if it did."""
+    path = folder / ACCURACY_FILE
+    if not path.is_file():
+        return []
+    judgement = json.loads(path.read_text(encoding="utf-8")).get("judgement")
+    return list(judgement["layers"]) if judgement else []
+
+
+def write_files(folder: Path, bundle: Path, judgement: Judgement) -> list[Path]:
+    """accuracy.json and report.html of a judgement into ``folder``; what its build recorded beside goes along."""
+    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    accuracy: dict[str, Any] = {"judgement": judgement.as_dict()}
+    if (bundle / ACCURACY_FILE).is_file():
+        accuracy = json.loads((bundle / ACCURACY_FILE).read_text(encoding="utf-8")) | accuracy
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / ACCURACY_FILE, folder / REPORT_FILE]
+    paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
+    write_report(paths[1], manifest, accuracy, {name: entry["bytes"] for name, entry in manifest["files"].items()})
+    return paths
+
+
+def check_budgets(judgement: Judgement, where: str) -> None:
+    """Raises AccuracyError with the budgets missed, the worst bucket and the worst layers."""
+    if judgement.passed:
+        return
+    raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")
+
+
+def fit_threshold(
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    preset: str,
+    on_done: Callable[[], None],
+) -> Refit:
+    """The threshold that gives the source's quality back at the fewest passes; on samples that are not judged by."""
+    c, policy = source.network, source.presets[preset]
+    return refit_threshold(
+        TorchPredictor(families.load(source.parameters, c), "fp32"),
+        BundlePredictor(bundle, "candidate"),
+        list(samples),
+        policy,
+        new_tokens(samples, policy, c),
+        decoder(bundle),
+        preset=preset,
+        on_done=on_done,
+    )
+
+
+class Sweep:
+    """What single layers lose when they alone are quantised: mean KL on masked positions, and on those about to commit."""
+
+    def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
+        self.denoiser = denoiser
+        self.states = [state for state in states if state.mask_ratio > 0]
+        picked = np.linspace(0, len(self.states) - 1, min(SWEPT_STATES, len(self.states))).astype(int)
+        self.states = [self.states[i] for i in dict.fromkeys(picked.tolist())]
+        self.expected = [self._log_probs(state) for state in self.states]
+
+    @torch.no_grad()
+    def _log_probs(self, state: State) -> Tensor:
+        c = self.denoiser.network
+        features, _ = self.denoiser.hidden(*calibrate.batch(state))
+        masked = torch.from_numpy(np.flatnonzero(state.canvas == c.mask_token_id))
+        logits = self.denoiser.project(features[0, (masked - c.shift).clamp(min=0)]).float()
+        logits[:, c.mask_token_id] = -torch.inf
+        return logits.log_softmax(-1)
+
+    def loss(self, done: calibrate.Quantisation, layers: Sequence[str]) -> tuple[float, float]:
+        """``(kl, frontier_kl)`` in nats a position with ``layers`` quantised."""
+        undo = calibrate.simulate(self.denoiser, done, layers)
+        all_kl, frontier_kl = [], []
+        for state, expected in zip(self.states, self.expected, strict=True):
+            found = self._log_probs(state)
+            probs = expected.exp()
+            kl = torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
+            best = probs.max(-1).values
+            is_frontier = (best >= FRONTIER) | (best == best.max())
+            all_kl.append(kl)
+            frontier_kl.append(kl[is_frontier])
+        undo()
+        return float(torch.cat(all_kl).mean()), float(torch.cat(frontier_kl).mean())
+
+
+def layer_losses(
+    denoiser: Denoiser, done: calibrate.Quantisation, states: Sequence[State], on_done: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Every quantised layer's loss alone, as the report shows it. ``denoiser`` is the folded one, in fp32."""
+    sweep = Sweep(denoiser, states)
+    rows = []
+    for layer, name in done.formats.items():
+        if name != HIGH:
+            kl, frontier_kl = sweep.loss(done, [layer])
+            rows.append({"layer": layer, "format": name, "kl": kl, "frontier_kl": frontier_kl})
+        on_done()
+    return rows
+
+
+def judge_units(samples: Sequence[Sample]) -> int:
+    """How often ``judge_source`` calls ``on_done``."""
+    return 2 * len(samples)
+
+
+def fit_units(samples: Sequence[Sample]) -> int:
+    """How often ``fit_threshold`` calls ``on_done``, at most."""
+    return (len(THRESHOLDS) + 3) * len(samples)
+
+
+def masked_loss(reference: Predictor, candidate: Predictor, samples: Sequence[Sample], policy: Policy, seed: int) -> float:
+    """The relative increase of masked cross-entropy alone, over all mask ratios; infinite where the reference has none."""
+    (found,) = compare_masked(
+        reference, [candidate], samples, block_length=policy.block_length, seed=seed, on_done=lambda: None
+    )
+    increase = summarise(found.rows, found.sample, len(samples), seed)["ce_increase"]
+    return float("inf") if increase is None else float(increase)
+
+
+def statistics(done: calibrate.Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was observed."""
+    if provenance is None or done.observers is None:
+        return None
+    return {**provenance, "observer": done.recipe.observer, "layers": [obs.summary() for obs in done.observers.values()]}

@@ -1,0 +1,147 @@
+"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a budget.
+
+Every layer is quantised alone in every format and its frontier KL taken; ``sensitivity.trade_off`` orders the moves from full
+precision to the smallest assignment; the loss is then measured, with common random masks, where a bisection of that path
+asks for it. Everything runs in torch on simulated values, so the target need not be at hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
+from dlm_calibration.sensitivity import Choice, Point, trade_off
+from dlm_calibration.states import Sample, State
+from dlm_export import families
+from dlm_export.judging.accuracy import Sweep, masked_loss
+from dlm_export.judging.predictors import TorchPredictor
+from dlm_export.quantising import calibrate
+from dlm_export.sources import Source
+from dlm_export.targets import Target
+from dlm_runtime.policy import Policy
+
+DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
+SOLVER = "gptq"  # what the search measures is what is written
+PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbours
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """``formats`` to choose among besides full precision; None takes the target's."""
+
+    formats: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not measured."""
+
+    weight_bytes: int
+    predicted_kl: float
+    ce_increase: float | None
+    formats: dict[str, int]
+    chosen: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The recipe, the curve that it was chosen from, and every layer's loss in every format."""
+
+    recipe: Recipe
+    curve: list[CurvePoint]
+    layers: list[dict[str, Any]]
+
+
+def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
+    """The formats to try. Raises RecipeError for one that does not exist or that a target does not take."""
+    shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
+    for target in targets:
+        for name in options.formats or ():
+            if name not in target.formats:
+                raise RecipeError(
+                    f"--auto-formats: {name!r} is not one that target {target.name} takes: {', '.join(target.formats)}"
+                )
+    return options.formats or tuple(shared)
+
+
+def units(shapes: Mapping[str, tuple[int, int]], formats: Sequence[str], states: int) -> int:
+    """How often ``search`` calls ``on_done``."""
+    return len(formats) * (states + sum(layer != "head" for layer in shapes)) + PROBES
+
+
+def search(
+    source: Source,
+    shapes: Mapping[str, tuple[int, int]],
+    states: Sequence[State],
+    samples: Sequence[Sample],
+    formats: Sequence[str],
+    policy: Policy,
+    budget: float | None,
+    seed: int,
+    on_done: Callable[[], None],
+) -> Found:
+    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
+
+    The head keeps full precision. Deterministic for the same arguments. Raises RecipeError if not even the first move keeps
+    the budget.
+    """
+    budget = DEFAULT_BUDGET if budget is None else budget
+    layers = [layer for layer in shapes if layer != "head"]
+    ready = {}
+    for name in formats:
+        # A layer whose shape does not suit the format goes without it.
+        fitting = {layer: name for layer in layers if FORMATS[name].weights != "nvfp4" or shapes[layer][0] % 16 == 0}
+        recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
+        ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, shapes, states, on_done)
+    denoiser = families.load(source.parameters, source.network)
+    sweep = Sweep(denoiser, states)
+    choices: dict[str, list[Choice]] = {}
+    rows = []
+    for layer in layers:
+        choices[layer] = [Choice(HIGH, 0.0, FORMATS[HIGH].weight_bytes(*shapes[layer]))]
+        for name in formats:
+            if layer in ready[name].formats:
+                kl, frontier_kl = sweep.loss(ready[name], [layer])
+                choices[layer].append(Choice(name, frontier_kl, FORMATS[name].weight_bytes(*shapes[layer])))
+                rows.append({"layer": layer, "format": name, "kl": kl, "frontier_kl": frontier_kl})
+            on_done()
+    path = trade_off(choices)
+    reference = TorchPredictor(families.load(source.parameters, source.network), "fp32")
+
+    def measure(point: Point) -> float:
+        undo = [
+            calibrate.simulate(denoiser, ready[name], [layer for layer, chosen in point.formats.items() if chosen == name])
+            for name in formats
+        ]
+        found = masked_loss(reference, TorchPredictor(denoiser, "auto"), samples, policy, seed)
+        for step in reversed(undo):
+            step()
+        on_done()
+        return found
+
+    measured: dict[int, float] = {}
+    low, high = 0, len(path) - 1  # low keeps the budget: it is full precision
+    measured[high] = measure(path[high])
+    if measured[high] <= budget:
+        low = high
+    while high - low > 1 and len(measured) < PROBES:
+        middle = (low + high) // 2
+        measured[middle] = measure(path[middle])
+        low, high = (middle, high) if measured[middle] <= budget else (low, middle)
+    if low == 0:
+        raise RecipeError(
+            f"no assignment of {', '.join(formats)} keeps the masked cross-entropy within {budget:.2%}: allow more "
+            "(--max-ce-increase) or other formats (--auto-formats)"
+        )
+    curve = [
+        CurvePoint(int(point.cost), point.loss, measured.get(i), dict(Counter(point.formats.values())), i == low)
+        for i, point in enumerate(path)
+    ]
+    recipe = Recipe("auto", tuple((layer, name) for layer, name in path[low].formats.items() if name != HIGH), solver=SOLVER)
+    return Found(recipe, curve, rows)

@@ -1,0 +1,129 @@
+"""The two sides of a comparison: a denoiser in torch under the reference loop, or a bundle under the native one.
+
+A denoiser sees one canvas a pass here, as on the device: dynamic activation ranges must not depend on what else is in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dlm_export.network import reference as loop
+from dlm_export.network.denoiser import Denoiser
+from dlm_runtime import Bundle, Policy
+from dlm_runtime.errors import DlmError
+
+
+class JudgeError(DlmError):
+    """Two denoisers that cannot be compared, or data that cannot judge them."""
+
+
+class Predictor(Protocol):
+    """One side of the comparison: a denoiser with its loop."""
+
+    name: str
+    shift: int
+    vocab_size: int
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    max_canvas_length: int
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """Raw logits fp32 ``[R, V]`` of one full pass over a canvas ``[L]``: of ``rows`` ``[R]``, or of all.
+
+        Row ``i`` predicts position ``i + shift``; masked positions stay masked.
+        """
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        """The finished canvas and the passes it took."""
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
+        """The canvas that each pass saw, int64 ``[L]``, and behind them the finished one: NFE + 1 canvases."""
+
+
+class TorchPredictor:
+    """A torch denoiser under the reference loop."""
+
+    def __init__(self, denoiser: Denoiser, name: str) -> None:
+        c = denoiser.network
+        self.denoiser, self.name = denoiser, name
+        self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+
+    @torch.no_grad()
+    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """See ``Predictor``. Only the rows asked for pass the head, as in a graph with score_rows."""
+        ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0)
+        features = self.denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))[0][0]
+        if rows is not None:
+            features = features[torch.from_numpy(np.asarray(rows, np.int64))]
+        out: np.ndarray = self.denoiser.project(features).float().numpy()
+        return out
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        """See ``Predictor``."""
+        done = loop.generate(self.denoiser, tokens, policy, max_new_tokens)
+        return done.tokens, done.nfe
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
+        """See ``Predictor``."""
+        seen = [[*tokens, *[self.mask_token_id] * max_new_tokens]]
+        done = loop.generate(self.denoiser, tokens, policy, max_new_tokens, on_step=seen.append)
+        return [np.array(canvas, np.int64) for canvas in (*seen[: done.nfe], done.tokens)]
+
+
+class BundlePredictor:
+    """A bundle under the native loop."""
+
+    def __init__(self, bundle: Bundle, name: str) -> None:
+        """The bundle must have been opened from a folder: its manifest says how its rows are shifted."""
+        self.bundle, self.name = bundle, name
+        self.shift = int(bundle.manifest["denoiser"]["shift"])
+        self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """See ``Predictor``."""
+        return self.bundle.logits(canvas.tolist(), None if rows is None else rows.tolist())
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        """See ``Predictor``."""
+        done = self.bundle.generate(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        return done.tokens, done.nfe
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
+        """See ``Predictor``."""
+        start = [*tokens, *[self.mask_token_id] * max_new_tokens]
+        events = self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        return [np.array(canvas, np.int64) for canvas in (start, *(event.canvas for event in events))]
+
+
+def check_comparable(reference: Predictor, candidate: Predictor) -> None:
+    """Raise JudgeError unless both read the same canvases and predict the same tokens."""
+    for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift"):
+        theirs, ours = getattr(reference, name), getattr(candidate, name)
+        if theirs != ours:
+            raise JudgeError(
+                f"{candidate.name}: {name} is {ours}, but {theirs} in {reference.name}: these are two different denoisers. "
+                "Compare bundles of one checkpoint."
+            )
+
+
+def finite_logits(predictor: Predictor, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``, the mask token's -inf: it is never predicted.
+
+    Position 0 of a shifted denoiser takes row 0, as in the loop. Raises JudgeError for NaN and infinite values.
+    """
+    logits = np.array(predictor.logits(canvas, np.maximum(positions - predictor.shift, 0)), np.float32)
+    logits[:, predictor.mask_token_id] = 0
+    bad = int((~np.isfinite(logits)).any(-1).sum())
+    if bad:
+        raise JudgeError(
+            f"{predictor.name}: NaN or infinite logits at {bad} of {len(positions)} masked positions of a canvas. "
+            "Its number format does not hold this denoiser's activations."
+        )
+    logits[:, predictor.mask_token_id] = -np.inf
+    return logits

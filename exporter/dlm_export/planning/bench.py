@@ -1,0 +1,237 @@
+"""``dlm-export bench``: what passes and a generation of a bundle cost on this machine, and how far that is from its limit.
+
+Everything is measured through the native runtime, in one process: first a generation, after which the process's peak memory
+is read, as a service would have it; then several generations at once; then passes of given sizes by themselves; last the
+machine's own rates (``roofline``), whose arrays the peak must not count. Needs the base install; the roofline needs onnx.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import resource
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import dlm_runtime
+from dlm_calibration.recipes import FORMATS
+from dlm_export.planning import roofline
+from dlm_export.progress import Progress, Silent
+from dlm_export.targets import this_machine
+from dlm_runtime import Bundle, Generation, RequestError
+
+CANVAS, BLOCK = 256, 32  # tokens of the passes that are measured unless others are asked for
+WARM_UP = 3  # passes of a size before any counts: an engine captures a graph at its third one
+GENERATION_SHARE = 5  # a generation is many passes: one round of it for five of a pass
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """``tokens`` of a pass, over ``cached`` ones, that scores ``rows`` of them."""
+
+    tokens: int
+    cached: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure; None is what fits the bundle: passes of 256 tokens and of 32 over 224, 128 given and 128 new tokens."""
+
+    engine: str = "auto"
+    threads: int = 0
+    passes: tuple[PassSize, ...] | None = None
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    preset: str | None = None
+    rounds: int = 15
+    batches: tuple[int, ...] = (1,)  # requests that share passes; 1, to compare with, is measured in any case
+
+
+def parse_passes(text: str) -> tuple[PassSize, ...]:
+    """Sizes such as ``32,224,32;256,0,256``. Raises RequestError that says how they are written."""
+    sizes = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        if not re.fullmatch(r"\d{1,7}\s*,\s*\d{1,7}\s*,\s*\d{1,7}", part):
+            raise RequestError(f"pass {part!r}: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256")
+        sizes.append(PassSize(*map(int, part.split(","))))
+    if not sizes:
+        raise RequestError("no pass is given: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256")
+    return tuple(sizes)
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Numbers of requests such as ``1,4,8``. Raises RequestError that says how they are written."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
+        raise RequestError(f"batch {text!r}: write numbers of requests with commas, 1 to 4096 each: 1,4,8")
+    return tuple(map(int, parts))
+
+
+def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure the bundle in the folder ``path``; returns what ``bench --json`` prints, sizes in bytes.
+
+    Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the roofline's, ``ratio`` the distance.
+    A generation is the one of median length; its ``parts`` are seconds and add up to ``seconds``. ``batches`` are generations
+    of several requests at once, all of one length; ``speedup`` is in tokens/s, over one at a time.
+    Raises what ``dlm_runtime.open`` raises, and RequestError for passes and lengths that the bundle does not take.
+    """
+    progress = progress or Silent()
+    rounds = max(3, options.rounds // GENERATION_SHARE)
+    batches = sorted({1, *options.batches})
+    with dlm_runtime.open(path, engine=options.engine, threads=options.threads) as bundle:
+        manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.engine.startswith("onnxruntime")
+        preset = options.preset or manifest["default_preset"]
+        sizes = options.passes or _fitting_passes(bundle)
+        made = list(product(sizes, batches))
+        for size, batch in made:  # what cannot be is refused before the long part
+            bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
+        progress.start("generate", rounds * len(batches))
+        generation = _generate(bundle, options, preset, 1, rounds, progress)
+        memory = _memory(manifest, generation, is_on_cpu)
+        generations = [generation, *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:])]
+        progress.start("passes", len(made))
+        passes = []
+        for size, batch in made:
+            seconds = bundle.time_passes(size.tokens, size.cached, size.rows, WARM_UP + options.rounds, batch)[WARM_UP:]
+            passes.append({"batch": batch} | asdict(size) | _milliseconds(seconds))
+            progress.advance()
+    progress.start("roofline", 1)
+    machine, note = _machine(options.threads, is_on_cpu)
+    for row, (size, batch) in zip(passes, made, strict=True):
+        row["limit_ms"] = row["ratio"] = None
+        if machine is not None:
+            limit_ms = roofline.limit_s(_work(manifest, size, batch), machine.rates()) * 1e3
+            row |= {"limit_ms": limit_ms, "ratio": row["ms"] / limit_ms}
+    return {
+        "machine": this_machine(),
+        "bundle": {
+            "path": str(path),
+            "precision": manifest["precision"]["name"],
+            "parameters": manifest["denoiser"]["parameters"],
+            "engine": engine,
+        },
+        "threads": options.threads,
+        "roofline": None if machine is None else asdict(machine),
+        "passes": passes,
+        "generation": generation.as_dict(),
+        "batches": [one.as_batch(generation) for one in generations],
+        "memory": memory,
+        "notes": [note] if note else [],
+    }
+
+
+def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
+    canvas = min(CANVAS, bundle.max_canvas_length)
+    block = min(BLOCK, max(1, canvas // 2))
+    return PassSize(block, canvas - block, block), PassSize(canvas, 0, canvas)
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
+    low, median, high = (value * 1e3 for value in statistics.quantiles(seconds, n=4))
+    return {"ms": median, "quartiles_ms": [low, high]}
+
+
+@dataclass(frozen=True)
+class _Generation:
+    prompt_tokens: int
+    new_tokens: int
+    preset: str
+    batch: int
+    result: Generation  # the round of median length, one of its requests
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.new_tokens / self.result.timings["total"]
+
+    def as_batch(self, alone: _Generation) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "seconds": self.result.timings["total"],
+            "tokens_per_s": self.tokens_per_s,
+            "speedup": self.tokens_per_s / alone.tokens_per_s,
+            "cache_bytes": self.result.cache_bytes,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        timings = self.result.timings
+        parts = {
+            "engine": timings["prefill"] + timings["passes"],
+            "selection": timings["selection"],
+            "cache": timings["cache"],
+        }
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "preset": self.preset,
+            "nfe": self.result.nfe,
+            "tokens_per_s": self.tokens_per_s,
+            "seconds": timings["total"],
+            "parts": parts | {"other": timings["total"] - sum(parts.values())},
+        }
+
+
+def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress) -> _Generation:
+    """Rounds of requests with made-up tokens, in which no end token ends anything: all of ``new_tokens`` are computed."""
+    half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
+    given = half if options.prompt_tokens is None else options.prompt_tokens
+    new = half if options.new_tokens is None else options.new_tokens
+    usual = [token for token in range(bundle.vocab_size) if token not in {bundle.mask_token_id, *bundle.eos_token_ids}]
+    rng = random.Random(0)
+    prompts = [rng.choices(usual, k=given) for _ in range(batch)]
+    results = []
+    for _ in range(rounds):
+        results += bundle.generate_batch(tokens=prompts, max_new_tokens=new, preset=preset, stop="none", max_batch=batch)[:1]
+        progress.advance()
+    results.sort(key=lambda result: result.timings["total"])
+    return _Generation(given, new, preset, batch, results[len(results) // 2])
+
+
+def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
+    """The process's peak so far against what it has to hold; the ratio is for the CPU, as a GPU holds both itself."""
+    graph = manifest["graph"]["file"]
+    weights = sum(entry["bytes"] for name, entry in manifest["files"].items() if name in (graph, f"{graph}.data"))
+    peak, cache = peak_rss_bytes(), generation.result.cache_bytes
+    return {
+        "peak_rss_bytes": peak,
+        "weights_bytes": weights,
+        "cache_bytes": cache,
+        "ratio": peak / (weights + cache) if is_on_cpu else None,
+    }
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set of this process so far, mapped files included."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.is_file() else []:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    # Second choice: it starts from the resident set of the process that started this one.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:
+    """The machine's rates, or why there are none."""
+    if not is_on_cpu:
+        return (
+            None,
+            "no roofline: it is measured on the CPU, and the engine runs on a GPU (`dlm-export targets` has its figures)",
+        )
+    try:
+        return roofline.measure(threads), None
+    except ModuleNotFoundError as err:
+        if err.name is None or err.name.split(".")[0] not in ("onnx", "onnxruntime"):
+            raise
+        return None, f"no roofline: {err.name} is not installed; the export extra has it: pip install 'dlm-export[export]'"
+
+
+def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
+    """The work of a pass on a CPU, which computes in full precision what it has no arithmetic for."""
+    layers = manifest["precision"].get("layers", {})
+    real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
+    denoiser, element_bytes = manifest["denoiser"], roofline.CACHE_BYTES[manifest["graph"]["cache_dtype"]]
+    return roofline.work_of(denoiser, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes)

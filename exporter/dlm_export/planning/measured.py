@@ -1,0 +1,142 @@
+"""What ``dlm-export bench`` measured on this machine, and how far a pass is from its limit by that: a plan's calibration."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dlm_export.planning.bench import PassSize
+from dlm_export.planning.roofline import Machine, Rates
+from dlm_runtime.errors import DlmError
+
+_MOST_BYTES = 1 << 24
+_Kind = TypeVar("_Kind", int, float, str, "list[Any]")
+
+
+class MeasuredError(DlmError):
+    """A file is not what ``dlm-export bench --json`` prints."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """A pass as ``dlm-export bench`` timed it, and the limit of its roofline."""
+
+    made: PassSize
+    ms: float
+    limit_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ms / self.limit_ms
+
+
+def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
+    """How many times its limit a pass takes: that of the same pass where it was measured, else a mean of all of them.
+
+    Logarithms of the ratios are weighted by the inverse square of the distance (Shepard 1968) of T, S + T and R + 1, as
+    logarithms: never outside what was measured.
+    """
+
+    def place(made: PassSize) -> tuple[float, ...]:
+        return math.log(made.tokens), math.log(made.cached + made.tokens), math.log(made.rows + 1)
+
+    weights = []
+    for known in passes:
+        squared = math.dist(place(known.made), place(asked)) ** 2
+        if squared == 0:
+            return known.ratio
+        weights.append(1 / squared)
+    logs = [math.log(known.ratio) for known in passes]
+    return math.exp(math.fsum(w * r for w, r in zip(weights, logs, strict=True)) / math.fsum(weights))
+
+
+@dataclass(frozen=True)
+class MeasuredGeneration:
+    """A whole request as ``dlm-export bench`` timed it."""
+
+    preset: str
+    prompt_tokens: int
+    new_tokens: int
+    nfe: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``dlm-export bench`` says of this machine and one bundle on it: name of its precision, parameters."""
+
+    file: str
+    precision: str
+    parameters: int
+    memory_bytes: int
+    rates: Rates
+    passes: tuple[MeasuredPass, ...]
+    generation: MeasuredGeneration
+
+    def leave_one_out(self) -> list[float]:
+        """The relative error of each pass's time, predicted from the others; empty for a single pass."""
+        return [
+            interpolated_ratio([other for other in self.passes if other is not each], each.made) / each.ratio - 1
+            for each in self.passes
+            if len(self.passes) > 1
+        ]
+
+
+def read_measured(path: Path) -> Measured:
+    """What ``dlm-export bench --json`` printed into a file. Raises MeasuredError that names what is missing."""
+    try:
+        with path.open("rb") as file:
+            value = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as err:
+        raise MeasuredError(f"{path}: not readable as JSON ({err}). Write it with `dlm-export bench BUNDLE --json`.") from err
+
+    def get(kind: type[_Kind], *keys: str | int) -> _Kind:
+        found = value
+        for key in keys:
+            try:
+                found = found[key]
+            except (KeyError, IndexError, TypeError):
+                found = None
+        if kind is float and type(found) is int:
+            found = float(found)
+        if type(found) is not kind or (isinstance(found, (int, float)) and not 0 <= found < math.inf):
+            raise MeasuredError(
+                f"{path}: {'.'.join(map(str, keys))} is not there or no {kind.__name__}. "
+                "Write the file with `dlm-export bench BUNDLE --json`, with onnx installed."
+            )
+        return found
+
+    def positive(*keys: str | int) -> float:
+        return max(get(float, *keys), sys.float_info.min)  # a time or rate of zero would end in a division
+
+    machine = Machine(*(positive("roofline", each.name) for each in fields(Machine)))
+    passes = []
+    for i in range(len(get(list, "passes"))):
+        made = PassSize(*(get(int, "passes", i, name) for name in (each.name for each in fields(PassSize))))
+        passes.append(MeasuredPass(made, positive("passes", i, "ms"), positive("passes", i, "limit_ms")))
+        if made.tokens < 1:
+            raise MeasuredError(f"{path}: passes.{i} is of no tokens")
+    if not passes:
+        raise MeasuredError(f"{path}: holds no pass: measure one, such as `dlm-export bench BUNDLE --passes 32,224,32 --json`")
+    return Measured(
+        str(path),
+        get(str, "bundle", "precision"),
+        get(int, "bundle", "parameters"),
+        get(int, "machine", "memory_bytes"),
+        machine.rates(),
+        tuple(passes),
+        MeasuredGeneration(
+            get(str, "generation", "preset"),
+            get(int, "generation", "prompt_tokens"),
+            get(int, "generation", "new_tokens"),
+            get(int, "generation", "nfe"),
+            positive("generation", "tokens_per_s"),
+        ),
+    )

@@ -1,0 +1,222 @@
+"""The work of one pass, counted, and the least time in which a machine can do it (the roofline of doi:10.1145/1498765.1498785).
+
+Counted is what no implementation of the pass can leave out: every weight read once, every cached row read once and every new
+one written once, every multiply-add of a matrix product. Activations count as free, as they may stay in a processor's cache;
+so do norms, rotations, softmax and the choice of the best tokens. ``limit_s`` is therefore never reached, only approached.
+
+The rates of a CPU are measured by ONNX Runtime itself (``measure``): its own products are the fastest that a bundle can get
+there, and its threads are those that the engine has.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+
+FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's graph.cache_dtype
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass, counted.
+
+    ``macs`` are multiply-adds by kind, ``part.arithmetic``: part is ``layers``, ``attention`` or ``head``, arithmetic what
+    the operands are in: ``full``, ``int8``, ``fp8`` or ``nvfp4``. ``cache_bytes``: S rows read and T rows written.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    macs: Mapping[str, int]
+
+    def by_arithmetic(self) -> dict[str, int]:
+        """Multiply-adds by arithmetic, whatever part of the pass they belong to."""
+        out: Counter[str] = Counter()
+        for kind, count in self.macs.items():
+            out[kind.rpartition(".")[2]] += count
+        return dict(out)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do a second: bytes read from memory, multiply-adds by arithmetic (half of a vendor's operations)."""
+
+    read_bytes: float
+    macs: Mapping[str, float]
+
+
+def layer_shapes(denoiser: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Module path -> ``(inputs, outputs)`` of every matrix that a row passes, the head (tied or not) last.
+
+    ``denoiser`` is the manifest's section of that name, or ``NetworkSpec.as_dict()``.
+    """
+    hidden, mlp = denoiser["hidden_size"], denoiser["mlp_size"]
+    queries, keys = denoiser["heads"] * denoiser["head_size"], denoiser["kv_heads"] * denoiser["head_size"]
+    block = {
+        "attention.q": (hidden, queries),
+        "attention.k": (hidden, keys),
+        "attention.v": (hidden, keys),
+        "attention.out": (queries, hidden),
+        "mlp.gate": (hidden, mlp),
+        "mlp.up": (hidden, mlp),
+        "mlp.down": (mlp, hidden),
+    }
+    layers = {f"blocks.{i}.{name}": shape for i in range(denoiser["layers"]) for name, shape in block.items()}
+    return layers | {"head": (hidden, denoiser["vocab_size"])}
+
+
+def work_of(
+    denoiser: Mapping[str, Any],
+    layers: Mapping[str, str],
+    tokens: int,
+    cached: int,
+    rows: int,
+    batch: int = 1,
+    *,
+    element_bytes: int = 4,
+) -> Work:
+    """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch`` rows of canvas.
+
+    ``denoiser`` as for ``layer_shapes``; ``layers`` names a key of ``FORMATS`` by module path, all others are in full
+    precision. ``element_bytes`` is an element of full-precision weights and of the cache: 4, or 2 for fp16 and bf16. Scales
+    count as fp32.
+    """
+    hidden, head_size = denoiser["hidden_size"], denoiser["head_size"]
+    norms = (2 * denoiser["layers"] + 1) * hidden
+    biases = denoiser["layers"] * (denoiser["heads"] + 2 * denoiser["kv_heads"]) * head_size if denoiser["qkv_bias"] else 0
+    weight_bytes = element_bytes * (norms + biases + batch * tokens * hidden)  # of the embedding: a row a token
+    macs: Counter[str] = Counter()
+    for layer, (inputs, outputs) in layer_shapes(denoiser).items():
+        is_head = layer == "head"
+        scored = rows if is_head else tokens
+        if scored == 0:
+            continue
+        chosen = FORMATS[layers.get(layer, HIGH)]
+        weight_bytes += _matrix_bytes(chosen, inputs, outputs, element_bytes)
+        macs[f"{'head' if is_head else 'layers'}.{chosen.activations or FULL}"] += batch * scored * inputs * outputs
+    # Queries with keys, then weights with values; every token sees the cached ones and those of the pass.
+    attention = 2 * denoiser["heads"] * head_size * tokens * (cached + tokens)
+    macs[f"attention.{FULL}"] = batch * denoiser["layers"] * attention
+    row_bytes = 2 * denoiser["layers"] * denoiser["kv_heads"] * head_size * element_bytes
+    return Work(weight_bytes, batch * (cached + tokens) * row_bytes, dict(macs))
+
+
+def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes: int) -> int:
+    return element_bytes * inputs * outputs if chosen.weights is None else chosen.weight_bytes(inputs, outputs)
+
+
+def limit_s(work: Work, rates: Rates) -> float:
+    """The least seconds for ``work``: the larger of all bytes at the rate of reads, and all multiply-adds at their rates.
+
+    Reads may hide behind arithmetic and the other way round, so the larger counts; multiply-adds of different arithmetic
+    take turns on the same units, so their times add up. KeyError for an arithmetic without a rate.
+    """
+    reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
+    multiplying = sum(count / rates.macs[arithmetic] for arithmetic, count in work.by_arithmetic().items() if count)
+    return max(reading, multiplying)
+
+
+# ---- The machine at hand ----
+
+_READ_BYTES = 256 << 20  # at least, for the rate of reads
+_ROWS, _SQUARE = 512, 2048  # products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache
+_FEW_ROWS = 32  # a block pass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured rates of this machine, a second; multiply-adds of int8 at 512 rows and at 32, of fp32 at 512."""
+
+    read_bytes_per_s: float
+    int8_macs_per_s: float
+    int8_macs_per_s_32_rows: float
+    fp32_macs_per_s: float
+
+    def rates(self) -> Rates:
+        """For ``limit_s``: the faster of the int8 rates, and fp32 for what is in full precision, fp16 included.
+
+        ONNX Runtime's CPU kernels widen fp16 to fp32 where the processor does not multiply it.
+        """
+        int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
+        return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
+
+
+def measure(threads: int, rounds: int = 9) -> Machine:
+    """Measure this machine with ONNX Runtime at ``threads`` (0: all cores), medians of ``rounds`` interleaved runs.
+
+    Reads: ReduceSum over the rows of an array of four times the last-level cache, 256 MiB at least: the operator reads every
+    byte once, keeps up with memory, and runs on the engine's kind of threads, which a loop in numpy would not. Products have
+    a constant right side, as weights are, which the library lays out once; int8 is MatMulInteger of uint8 by int8.
+    Raises ModuleNotFoundError without onnx.
+    """
+    import numpy as np
+    import onnxruntime
+    from onnx import TensorProto, helper, numpy_helper
+
+    def runner(op: str, x: np.ndarray, constants: list[np.ndarray], out: int) -> Callable[[], object]:
+        names = [f"c{i}" for i in range(len(constants))]
+        node = helper.make_node(op, ["x", *names], ["y"])
+        graph = helper.make_graph(
+            [node],
+            "probe",
+            [helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)],
+            [helper.make_tensor_value_info("y", out, None)],
+            [numpy_helper.from_array(array, name) for array, name in zip(constants, names, strict=True)],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 4
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # the probes take turns, as sessions would
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return lambda: session.run(None, {"x": x})
+
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-127, 128, (_SQUARE, _SQUARE), np.int8)
+    inputs = rng.integers(0, 256, (_ROWS, _SQUARE), np.uint8)
+    large = np.ones((256, _read_bytes() // 1024), np.float32)  # more rows than threads, each long
+    weights = codes.astype(np.float32)
+    probes = {
+        "read": (runner("ReduceSum", large, [np.array([1])], TensorProto.FLOAT), large.nbytes),
+        "int8": (runner("MatMulInteger", inputs, [codes], TensorProto.INT32), inputs.size * _SQUARE),
+        "few": (runner("MatMulInteger", inputs[:_FEW_ROWS], [codes], TensorProto.INT32), _FEW_ROWS * codes.size),
+        "fp32": (runner("MatMul", inputs.astype(np.float32), [weights], TensorProto.FLOAT), inputs.size * _SQUARE),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in probes}
+    for number in range(rounds + 1):
+        for name, (run, _) in probes.items():
+            run()  # a first one at its turn: the probe before has pushed this one's operands out of the cache
+            began = time.perf_counter()
+            run()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    rate = {name: amount / statistics.median(seconds[name]) for name, (_, amount) in probes.items()}
+    return Machine(rate["read"], rate["int8"], rate["few"], rate["fp32"])
+
+
+def _read_bytes() -> int:
+    """Size of the array for the rate of reads: four times the last-level caches, as far as a quarter of free memory goes."""
+    from dlm_export.targets import available_memory_bytes
+
+    wanted = max(_READ_BYTES, 4 * last_level_cache_bytes())
+    free = available_memory_bytes()
+    return wanted if free is None else min(wanted, free // 4)
+
+
+def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """All caches of the highest level that Linux knows of, added up; 0 where it does not say."""
+    found: dict[tuple[int, str], int] = {}  # each is listed by all the cores that share it
+    for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, shared, size = ((index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            found[int(level), shared] = int(size.removesuffix("K")) << 10
+        except (OSError, ValueError):
+            continue
+    highest = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == highest)

@@ -1,0 +1,142 @@
+"""What a plan is made for: the sizes of a denoiser, and the precisions in which a target runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_export.planning.roofline import layer_shapes
+from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
+from dlm_runtime.errors import DlmError
+from dlm_runtime.policy import PRESETS
+
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+# LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464, untied head.
+LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
+
+
+class ShapeError(DlmError):
+    """A size of a denoiser that nothing can be planned for."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """A denoiser's sizes, as a manifest's ``denoiser`` has them; ``max_canvas_length`` None has no longest canvas.
+
+    ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and bundles in full precision.
+    ``presets``: name -> fields of ``Policy``.
+    """
+
+    name: str
+    denoiser: Mapping[str, Any]
+    max_canvas_length: int | None
+    presets: Mapping[str, Mapping[str, Any]]
+    precision: str | None = None
+    layers: Mapping[str, str] | None = None
+
+
+def scaled_shape(size: str) -> Shape:
+    """LLaDA-8B's shape at another ``size`` (8B, 0.5B, 134M), to the nearest that the formula gives.
+
+    n heads of 128 make d = 128 n; n layers, MLP 3 d, and the vocabulary of 126464 stays: n = 32 is LLaDA-8B itself. That is
+    13 n d**2 parameters of layers and 2 * 126464 d of embedding and head. Raises ShapeError.
+    """
+    unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
+    try:
+        wanted = float(size[:-1]) * (unit or math.nan)
+    except ValueError:
+        wanted = math.nan
+    if not 1e8 <= wanted <= 1e13:
+        raise ShapeError(f"size {size!r}: write parameters as 134M, 8B or 0.5B, from 100M to 10000B")
+
+    def parameters(n: int) -> int:
+        d = LLADA_HEAD_SIZE * n
+        return n * (4 + 3 * LLADA_MLP_RATIO) * d * d + 2 * LLADA_VOCABULARY * d + (2 * n + 1) * d
+
+    n = min(range(1, 512), key=lambda n: abs(parameters(n) - wanted))
+    denoiser = {
+        "vocab_size": LLADA_VOCABULARY,
+        "hidden_size": LLADA_HEAD_SIZE * n,
+        "layers": n,
+        "heads": n,
+        "kv_heads": n,
+        "head_size": LLADA_HEAD_SIZE,
+        "mlp_size": LLADA_MLP_RATIO * LLADA_HEAD_SIZE * n,
+        "parameters": parameters(n),
+        "qkv_bias": False,
+        "tied_head": False,
+    }
+    return Shape(size, denoiser, None, _published())
+
+
+def _published() -> dict[str, dict[str, Any]]:
+    return {name: policy.as_dict() for name, policy in PRESETS.items()}
+
+
+def read_shape(path: Path, read_checkpoint: Callable[[Path], Mapping[str, Any]]) -> Shape:
+    """The sizes of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch. Raises DlmError."""
+    if not (path / "manifest.json").is_file():
+        denoiser = read_checkpoint(path)
+        return Shape(path.name, denoiser, denoiser["max_canvas_length"], _published())
+    import dlm_runtime
+
+    with dlm_runtime.open(path, engine="none") as bundle:
+        manifest = bundle.manifest
+    denoiser, precision = manifest["denoiser"], manifest["precision"]
+    longest, presets = denoiser["max_canvas_length"], manifest["presets"]
+    return Shape(path.name, denoiser, longest, presets, precision["name"], precision.get("layers"))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``layers`` (module path, format) that are quantised, and bytes of an element of all else, the cache included.
+
+    ``same_as``: other precisions with the same figures.
+    """
+
+    name: str
+    layers: tuple[tuple[str, str], ...]
+    element_bytes: int
+    same_as: tuple[str, ...] = ()
+
+
+def precisions_of(shape: Shape, target: Target, names: Sequence[str] | None = None) -> tuple[list[Precision], dict[str, str]]:
+    """What of ``names`` (None: everything, a quantised bundle's own formats too) the target runs; the rest with the reason."""
+    found: dict[tuple[Any, ...], Precision] = {}
+    left_out: dict[str, str] = {}
+    every = list(layer_shapes(shape.denoiser))
+    if shape.denoiser["tied_head"]:
+        every.remove("head")  # it is the embedding, which no recipe names as a layer
+    element_bytes = ELEMENT_BYTES["fp32" if target.sm is None else "fp16"]
+
+    def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:
+        layers = tuple((layer, formats[layer]) for layer in every if formats.get(layer, HIGH) != HIGH)
+        if target.sm is None and any(FORMATS[held].is_simulated_on_cpu for _, held in layers):
+            left_out[name] = "a CPU simulates it, at the speed of fp32"
+            return
+        first = found.get((element_bytes, layers))
+        same_as = () if first is None else (*first.same_as, *({name} - {first.name, *first.same_as}))
+        found[element_bytes, layers] = Precision(name if first is None else first.name, layers, element_bytes, same_as)
+
+    if names is None and shape.layers is not None and shape.precision is not None:
+        if missing := target.missing(shape.layers.values()):
+            left_out[f"{shape.precision}, as the bundle has it"] = f"{target.name} does not run {', '.join(missing)}"
+        else:
+            add(shape.precision, shape.layers, element_bytes)
+    for name in [name for name in target.precisions if name not in (AUTO, STORED)] if names is None else names:
+        try:
+            recipe = recipe_for([target], name)
+        except TargetError as err:
+            left_out[name] = str(err).partition(": it runs")[0]
+            continue
+        if recipe is None:
+            add(name, {}, ELEMENT_BYTES[name])
+        else:
+            add(name, recipe.formats(every), element_bytes)
+    return list(found.values()), left_out

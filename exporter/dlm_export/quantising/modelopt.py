@@ -1,0 +1,278 @@
+"""NVIDIA's modelopt as a second finder of ranges and scales, on the torch denoiser over our calibration states.
+
+modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in place. Here it works on a
+copy of the denoiser that has them, and only what it finds is taken over: the range of each layer's input, and the scales of
+SmoothQuant (arXiv:2211.10438) and AWQ (arXiv:2306.00978). Rounding and writing stay ours.
+
+It is an extra: its ``[onnx]`` extra pins other versions of onnx and onnxruntime than ours, so only the plain package is asked
+for, and only ``modelopt.torch`` is imported. All but AWQ on NVFP4 weights runs without CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlm_calibration import solvers
+from dlm_calibration.errors import CalibrationError
+from dlm_calibration.observers import SMALLEST_AMAX
+from dlm_calibration.recipes import FORMATS
+from dlm_calibration.states import State
+from dlm_export.network.denoiser import Denoiser, Linear
+from dlm_runtime.errors import DlmError
+
+PACKAGE = "nvidia-modelopt"
+OLDEST = (0, 47)  # the oldest that was tried; quantiser settings became a list shortly before
+INSTALL = "pip install 'dlm-export[modelopt]'"
+
+# modelopt's names for number formats; those of activations have one static scale a tensor.
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "int8": {"num_bits": 8, "axis": None},
+    "fp8": {"num_bits": (4, 3), "axis": None},
+    "nvfp4": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
+}
+_WEIGHTS: dict[str, dict[str, Any]] = {
+    "int8": {"num_bits": 8, "axis": 0},
+    "int4": {"num_bits": 4},
+    "fp8": {"num_bits": (4, 3), "axis": 0},
+    "nvfp4": _ACTIVATIONS["nvfp4"],
+}
+AWQ_SWEEPS = 2
+"""How often AWQ runs every state; ranges and SmoothQuant run them once."""
+
+
+class ModeloptError(DlmError):
+    """modelopt is not there, too old, or does not do what was asked on this machine."""
+
+
+def version() -> str | None:
+    """The installed modelopt's version, or None."""
+    return _version(PACKAGE)
+
+
+def require() -> Any:
+    """modelopt's torch quantisation module, ``mtq``. Raises ModeloptError: what is missing or in the way, with versions."""
+    found = version()
+    if found is None:
+        raise ModeloptError(f"the calibrator modelopt needs the package {PACKAGE}, which is not installed: {INSTALL}")
+    if _numbers(found) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ModeloptError(f"{PACKAGE} {found} is too old, {oldest} or later is needed: {INSTALL}")
+    try:
+        with _quiet():
+            return importlib.import_module("modelopt.torch.quantization")
+    except ModuleNotFoundError as err:
+        raise ModeloptError(f"{PACKAGE} {found} needs {err.name}, which is not installed: {INSTALL}") from err
+    except Exception as err:  # whatever an import of a package for other versions ends in
+        beside = ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime"))
+        raise ModeloptError(
+            f"{PACKAGE} {found} cannot be imported beside {beside} ({type(err).__name__}: {err}). Install it without its "
+            f"[onnx] extra ({INSTALL}), or leave --calibrator modelopt out."
+        ) from err
+
+
+def amaxes(
+    denoiser: Denoiser,
+    states: Sequence[State],
+    formats: Mapping[str, str],
+    *,
+    rotated: Mapping[str, int] | None = None,
+    on_state: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """The range of the input of every layer whose activations have a static scale, by modelopt's max calibration.
+
+    ``formats``: layer -> key of ``recipes.FORMATS``. ``rotated``: layers whose input a Hadamard matrix of that size turns
+    before it is quantised. The denoiser stays as it is. ``on_state`` is called once a state.
+    Raises ModeloptError, and CalibrationError for layers without an observation or with a range that is not finite.
+    """
+    mtq = require()
+    layers = [layer for layer, name in formats.items() if FORMATS[name].is_static]
+    if not layers:
+        return {}
+    turned = {layer: size for layer, size in (rotated or {}).items() if layer in layers}
+    settings: list[dict[str, Any]] = []
+    for layer in layers:
+        activations = FORMATS[formats[layer]].activations
+        assert activations is not None
+        settings.append({"quantizer_name": f"{_path(layer, turned)}.input_quantizer", "cfg": _ACTIVATIONS[activations]})
+    calibrated = _with_torch_linears(denoiser, layers, turned, own_weights=False)
+    _calibrate(mtq, calibrated, settings, "max", states, on_state)
+    modules: dict[str, Any] = dict(calibrated.named_modules())
+    ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
+    _check_observed(ranges)
+    # An input that was always zero has a range all the same, as with our own observers.
+    return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
+
+
+def scales(
+    denoiser: Denoiser,
+    states: Sequence[State],
+    formats: Mapping[str, str],
+    groups: Mapping[str, Sequence[str]],
+    *,
+    alpha: float | None = None,
+    on_state: Callable[[], None] = lambda: None,
+) -> dict[str, np.ndarray]:
+    """What to divide the inputs of ``groups`` by and multiply the rows of their weights with, fp32 ``[K]`` a group.
+
+    SmoothQuant's scales where ``alpha`` is given, otherwise AWQ's search for the weights' formats. ``groups``: name ->
+    layers that read the same input; their scales are averaged as modelopt does when it exports. ``on_state`` is called once a
+    state by SmoothQuant, ``AWQ_SWEEPS`` times by AWQ. Raises as ``amaxes`` does.
+    """
+    mtq = require()
+    layers = [layer for members in groups.values() for layer in members]
+    settings: list[dict[str, Any]] = []
+    for layer in layers:
+        chosen = FORMATS[formats[layer]]
+        assert chosen.weights is not None
+        if alpha is not None:
+            # Ranges alone decide these scales, so the formats make no difference; modelopt computes them for INT8 only.
+            settings.append({"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]})
+            settings.append({"quantizer_name": f"{layer}.input_quantizer", "cfg": _ACTIVATIONS["int8"]})
+        else:
+            cfg = dict(_WEIGHTS[chosen.weights])
+            if chosen.weights == "int4":
+                cfg["block_sizes"] = {-1: chosen.group_size, "type": "static"}
+            settings.append({"quantizer_name": f"{layer}.weight_quantizer", "cfg": cfg})
+    calibrated = _with_torch_linears(denoiser, layers, {}, own_weights=True)
+    if alpha is None and any(FORMATS[formats[layer]].weights == "nvfp4" for layer in layers):
+        if not torch.cuda.is_available():
+            raise ModeloptError(
+                "modelopt runs AWQ on NVFP4 weights with CUDA only, which is not there. Use another solver or calibrator."
+            )
+        calibrated = calibrated.to("cuda")
+    method = {"method": "awq_lite"} if alpha is None else {"method": "smoothquant", "alpha": alpha}
+    _calibrate(mtq, calibrated, settings, method, states, on_state)
+    modules: dict[str, Any] = dict(calibrated.named_modules())
+    found = {layer: getattr(modules[layer].input_quantizer, "_pre_quant_scale", None) for layer in layers}
+    _check_observed(found)
+    merged = {}
+    for name, members in groups.items():
+        each = [factors.float().flatten().cpu() for layer, factors in found.items() if layer in members and factors is not None]
+        factors = torch.stack(each).mean(0)
+        merged[name] = (1 / factors).numpy()
+    return merged
+
+
+def _calibrate(
+    mtq: Any,
+    denoiser: Denoiser,
+    settings: list[dict[str, Any]],
+    method: str | dict[str, Any],
+    states: Sequence[State],
+    on_state: Callable[[], None],
+) -> None:
+    mask_token_id = denoiser.network.mask_token_id
+    device = denoiser.embed.weight.device
+    has_head = any(setting["quantizer_name"].startswith("head.") for setting in settings)
+
+    def run(module: nn.Module) -> None:
+        for state in states:
+            ids = torch.from_numpy(state.canvas).unsqueeze(0).to(device)
+            features = denoiser.hidden(ids, torch.arange(ids.shape[1], device=device).unsqueeze(0))[0]
+            is_masked = ids[0] == mask_token_id
+            if has_head and is_masked.any():
+                denoiser.project(features[0, is_masked])  # committed rows are never projected
+            on_state()
+
+    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *settings], "algorithm": method}
+    with torch.no_grad(), _quiet():
+        try:
+            mtq.quantize(denoiser, config, run)
+        except (AssertionError, RuntimeError, ValueError) as err:
+            raise CalibrationError(f"modelopt {version()} could not calibrate: {' '.join(str(err).split())}") from err
+
+
+def _with_torch_linears(
+    denoiser: Denoiser, layers: Sequence[str], rotated: Mapping[str, int], *, own_weights: bool
+) -> Denoiser:
+    """A denoiser that computes the same with ``nn.Linear`` at ``layers``; it shares all weights that it need not own."""
+    shared: dict[int, Any] = {}
+    for tensor in (*denoiser.parameters(), *denoiser.buffers()):
+        shared[id(tensor)] = tensor
+    copied = copy.deepcopy(denoiser, shared)
+    for layer in layers:
+        parent, name = layer.rsplit(".", 1) if "." in layer else ("", layer)
+        ours = copied.get_submodule(layer)
+        assert isinstance(ours, Linear), layer
+        # modelopt scales weights in place: SmoothQuant and AWQ must not reach the denoiser's own.
+        weight = ours.weight.detach().T.clone() if own_weights else ours.weight.detach().T
+        if layer in rotated:
+            weight = torch.from_numpy(solvers.rotate_rows(weight.T.float().numpy())).T
+        linear: nn.Module = _torch_linear(weight, ours.bias)
+        setattr(
+            copied.get_submodule(parent), name, nn.Sequential(_Rotation(rotated[layer]), linear) if layer in rotated else linear
+        )
+    return copied.requires_grad_(False)
+
+
+def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """``nn.Linear`` around tensors as they are."""
+    outputs, inputs = weight.shape
+    with torch.device("meta"):
+        linear = nn.Linear(inputs, outputs, bias=bias is not None)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
+
+
+class _Rotation(nn.Module):
+    """``solvers.rotate`` with a Hadamard matrix of ``size``, in torch."""
+
+    matrix: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.from_numpy(solvers.hadamard(size)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = x.reshape(*x.shape[:-1], -1, len(self.matrix)) @ self.matrix
+        return turned.flatten(-2)
+
+
+def _path(layer: str, rotated: Mapping[str, int]) -> str:
+    """Where a layer's ``nn.Linear`` is in the copy: behind its rotation, if it has one."""
+    return f"{layer}.1" if layer in rotated else layer
+
+
+def _check_observed(found: Mapping[str, Tensor | None]) -> None:
+    unseen = [layer for layer, value in found.items() if value is None]
+    if unseen:
+        raise CalibrationError(
+            f"modelopt observed nothing at {', '.join(unseen)}: no calibration state ran it. Give states with mask tokens."
+        )
+    broken = [layer for layer, value in found.items() if value is not None and not bool(value.isfinite().all())]
+    if broken:
+        raise CalibrationError(f"the input of {', '.join(broken)} is NaN or infinite: check the checkpoint")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """modelopt prints what it does to stdout, where results go; its warnings are about models that ours is not."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """``(0, 47)`` of ``0.47.0rc1``."""
+    parts = text.split(".")[:2]
+    return tuple(int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts)

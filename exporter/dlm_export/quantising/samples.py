@@ -1,0 +1,158 @@
+"""Which text a denoiser is calibrated on and judged by, and the states that calibration makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlm_calibration.states import (
+    Sample,
+    State,
+    builtin_samples,
+    make_states,
+    random_tokens,
+    read_samples,
+    samples_sha256,
+)
+from dlm_export.network import reference
+from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.sources import Source
+from dlm_runtime.errors import RequestError
+from dlm_runtime.policy import Policy
+from dlm_runtime.tokenizer import Tokenizer
+
+CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: used where no other data is named
+MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
+"""Shares of independently masked, trajectory and clean states: CALIBRATION.md's default, and what other tools do."""
+JUDGED_EVERY = 4  # of one file's samples, every fourth is kept for judging and never calibrated on
+RANDOM_LENGTH = 64  # tokens of a random sample, half of it prompt
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """``data``: JSONL or text file. ``samples`` prompts times ``states_per_sample`` canvases; ``source`` of ``MIXES``."""
+
+    data: Path | None = None
+    samples: int = 128
+    states_per_sample: int = 8
+    source: str = "denoising"
+    seed: int = 0
+    preset: str | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples to calibrate on and other samples to judge by, with where they came from."""
+
+    name: str
+    calibration: list[Sample]
+    judging: list[Sample]
+    warning: str | None
+
+    def provenance(self) -> dict[str, Any]:
+        return {"name": self.name, "samples": len(self.calibration), "sha256": samples_sha256(self.calibration)}
+
+
+def threshold_preset(network: NetworkSpec, presets: Mapping[str, Policy], name: str | None) -> tuple[str, Policy]:
+    """The named preset, or the family's parallel loop. Raises RequestError that lists the choices."""
+    chosen = name or ("dream-block" if network.shift else "fast-dllm")
+    if chosen not in presets:
+        raise RequestError(f"no preset {chosen!r}: one of {', '.join(presets)}")
+    return chosen, presets[chosen]
+
+
+def load_data(
+    network: NetworkSpec,
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    options: CalibrationOptions,
+    *,
+    is_calibrating: bool = True,
+) -> Data:
+    """Read the data named in ``options``; else the checkpoint's own; else a built-in set; else random ids.
+
+    Where nothing is calibrated, all samples of named data are judged by. Raises CalibrationError and RequestError for files
+    that cannot be used.
+    """
+    c = network
+    own = folder / CALIBRATION_FILE
+    path = options.data or (own if own.is_file() and tokenizer is not None else None)
+    limits = {"eos_token_id": c.eos_token_ids[0], "max_canvas_length": c.max_canvas_length}
+    warning = None
+    if path is not None:
+        if tokenizer is None:
+            raise RequestError(f"{path}: {folder} has no tokenizer to read text with")
+        name, samples = path.name, read_samples(path, tokenizer, **limits)
+    elif tokenizer is not None:
+        name, samples = "built-in", builtin_samples(tokenizer, **limits)
+        warning = (
+            "no --calib data: ranges come from a small built-in set of English prompts. On text of another kind, values "
+            "beyond these ranges are clipped, and the accuracy reported is that of the built-in set."
+        )
+    else:
+        name, samples = "random ids", _random_samples(c, options)
+        warning = (
+            "no tokenizer and no --calib data: ranges come from random token ids, which no text looks like. Expect a "
+            "higher loss on real text than the one reported."
+        )
+    if warning is not None and not is_calibrating:
+        warning = f"no --data: judged by made-up samples ({name}), which say little of what the denoiser will be asked"
+    if options.data is not None and not is_calibrating:
+        return Data(name, [], samples, warning)
+    judging = samples[JUDGED_EVERY - 1 :: JUDGED_EVERY]
+    calibration = [sample for i, sample in enumerate(samples) if i % JUDGED_EVERY != JUDGED_EVERY - 1]
+    if not judging:
+        calibration, judging = samples, samples
+        warning = f"{name}: {len(samples)} samples are too few to keep some apart: judged by what was calibrated on"
+    return Data(name, calibration[: options.samples], judging, warning)
+
+
+def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]:
+    rng = np.random.default_rng(options.seed)
+    length = min(RANDOM_LENGTH, c.max_canvas_length)
+    special = (c.mask_token_id, *c.eos_token_ids)
+    count = options.samples * JUDGED_EVERY // (JUDGED_EVERY - 1) + 1
+    return [Sample(random_tokens(length, c.vocab_size, special, rng), length // 2, None, None) for _ in range(count)]
+
+
+def make_trajectory(denoiser: Denoiser, policy: Policy, on_done: Callable[[], None]) -> Callable[[Sample], list[np.ndarray]]:
+    """A sample's canvases under a policy: before the first pass and after each one, its response masked."""
+    c = denoiser.network
+    block_length = policy.block_length or 32
+
+    def run(sample: Sample) -> list[np.ndarray]:
+        start = sample.prompt_length or max(1, len(sample.tokens) // 2)
+        room = c.max_canvas_length - start
+        length = min(room, -(-(len(sample.tokens) - start) // block_length) * block_length)
+        prompt = sample.tokens[:start].tolist()
+        canvases = [np.array([*prompt, *[c.mask_token_id] * length], np.int64)]
+        if length > 0:
+            reference.generate(denoiser, prompt, policy, length, on_step=lambda canvas: canvases.append(np.array(canvas)))
+        on_done()
+        return canvases
+
+    return run
+
+
+def calibration_states(
+    source: Source, denoiser: Denoiser, data: Data, options: CalibrationOptions, on_sample: Callable[[], None]
+) -> Iterator[State]:
+    """The states of ``data.calibration``; ``on_sample`` is called once a sample, if trajectories are asked for."""
+    c = source.network
+    _, policy = threshold_preset(c, source.presets, options.preset)
+    mix = MIXES[options.source]
+    return make_states(
+        data.calibration,
+        mask_token_id=c.mask_token_id,
+        pad_token_id=c.eos_token_ids[0],
+        block_length=policy.block_length or 32,
+        max_canvas_length=c.max_canvas_length,
+        per_sample=options.states_per_sample,
+        mix=mix,
+        seed=options.seed,
+        trajectory=make_trajectory(denoiser, policy, on_sample) if mix[1] else None,
+    )

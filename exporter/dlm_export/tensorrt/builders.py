@@ -1,0 +1,86 @@
+"""Which TensorRT builds for a device, here and now.
+
+TensorRT-RTX builds ahead of time, without a GPU, for the compute capabilities that it is told; TensorRT builds on the
+device and for it alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from dlm_export.targets import Target, device_sm, reported_sms, sm_text
+from dlm_export.tensorrt.estimate import EngineError, EngineOptions
+
+RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls them
+RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A TensorRT that can build for a target here and now. ``sms``: compute capabilities, tens and ones."""
+
+    kind: str
+    module: ModuleType
+    sms: tuple[int, ...]
+
+
+def deferred_command(folder: Path, target: Target) -> str:
+    """What finishes the engine on the device."""
+    return f"dlm-export engine {folder} --target {target.name}"
+
+
+def find_builder(target: Target, options: EngineOptions) -> Builder | None:
+    """The TensorRT that builds for ``target`` here; None if that has to happen on the device.
+
+    Raises EngineError if TensorRT-RTX, which could, is not installed, if the GPU of this machine is another one, or if an
+    option is nothing that the builder takes.
+    """
+    wanted = options.builder
+    assert target.sm is not None, target.name
+    kinds = [{"rtx": RTX, "tensorrt": TENSORRT}[kind] for kind in target.engine_kinds]
+    if wanted is not None and wanted not in kinds:
+        raise EngineError(f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): {' or '.join(kinds)} does")
+    if RTX in kinds and wanted != TENSORRT:
+        module = _rtx_module()
+        if module is not None:
+            if options.timing_cache is not None:
+                # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails where there is no GPU.
+                raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
+            return Builder(RTX, module, (target.sm,))
+        if wanted == RTX or importlib.util.find_spec("tensorrt") is None:
+            raise EngineError(
+                f"building for {target.name} here needs TensorRT-RTX, which is not installed: "
+                "pip install 'dlm-export[rtx]'. Or build it on the device (`dlm-export build --no-engine` leaves it out)."
+            )
+    found = device_sm()
+    if found in reported_sms(target.sm) and importlib.util.find_spec("tensorrt") is None:
+        raise EngineError(
+            f"this is a device of SM {sm_text(target.sm)}, and TensorRT {target.tensorrt} is not installed for this Python: "
+            "pip install tensorrt; on a Jetson apt-get install python3-libnvinfer, and a venv made with --system-site-packages."
+        )
+    if found is None or importlib.util.find_spec("tensorrt") is None:
+        return None
+    if found not in reported_sms(target.sm):
+        raise EngineError(
+            f"TensorRT builds for the GPU that it runs on: this one is SM {sm_text(found)}, {target.name} is SM "
+            f"{sm_text(target.sm)}. Run `dlm-export engine` there (`dlm-export build --no-engine` leaves it out here)."
+        )
+    return Builder(TENSORRT, importlib.import_module("tensorrt"), (found,))
+
+
+def _rtx_module() -> ModuleType | None:
+    for name in RTX_MODULES:
+        if importlib.util.find_spec(name) is not None:
+            if importlib.util.find_spec("tensorrt_rtx_libs") is not None:
+                importlib.import_module("tensorrt_rtx_libs")  # loads the libraries that the bindings link
+            try:
+                return importlib.import_module(name)
+            except ImportError as err:
+                raise EngineError(
+                    f"{name} is installed but does not load ({err}): pip install --force-reinstall 'dlm-export[rtx]'"
+                ) from err
+    return None

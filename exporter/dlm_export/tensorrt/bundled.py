@@ -1,0 +1,107 @@
+"""Engines of a bundle that stands: one more, or one less, under its lock and by renames."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dlm_export.bundle import OutputError, sha256, write_manifest
+from dlm_export.graph import PLAIN_OPSET
+from dlm_export.progress import Progress
+from dlm_export.targets import Target, recipe_for, sm_text
+from dlm_export.tensorrt.builders import deferred_command, find_builder
+from dlm_export.tensorrt.engine import Built, build_engine, check_device_graph, engine_file
+from dlm_export.tensorrt.estimate import EngineError, EngineOptions
+
+
+def add_engine(
+    folder: Path,
+    manifest: dict[str, Any],
+    target: Target,
+    options: EngineOptions,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Built:
+    """Build an engine into an existing bundle. ``manifest`` is the bundle's, checked by the runtime.
+
+    The engine and then the manifest are renamed into place; until then the bundle is as it was. Raises EngineError,
+    AuditError, TargetError, OutputError.
+    """
+    entries = manifest.get("engines", {})
+    if target.name in entries and not force:
+        raise EngineError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
+    check_device_graph(folder, manifest, target)
+    _check_precision(target, manifest["precision"])
+    builder = find_builder(target, options)
+    if builder is None:
+        if target.needs_plain_graph and manifest["graph"]["opset"] > PLAIN_OPSET:
+            raise EngineError(
+                f"{folder}: holds a graph of opset {manifest['graph']['opset']}, which JetPack 6's TensorRT 10.3 cannot parse. "
+                f"Build a bundle with --target {target.name}; JetPack 7.2 takes this one, on the device: "
+                f"`{deferred_command(folder, target)}`."
+            )
+        raise EngineError(
+            f"an engine for {target.name} (SM {sm_text(target.sm or 0)}) is built on the device: copy the bundle there and run "
+            f"`{deferred_command(folder, target)}`. There, TensorRT {target.tensorrt} is needed."
+        )
+    name = engine_file(target)
+    staged = folder / f"{name}.new"
+    with _changing(folder / name):
+        try:
+            built = build_engine(folder, manifest, manifest["files"], target, builder, options, staged, progress)
+            made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
+            os.replace(staged, folder / name)
+            targets = list(dict.fromkeys([*manifest["targets"], target.name]))
+            changed = manifest | {"targets": targets, "engines": entries | {target.name: built.entry}}
+            write_manifest(folder, changed, manifest["files"] | {name: made})
+        finally:
+            staged.unlink(missing_ok=True)
+    return built
+
+
+def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
+    """Take an engine out of a bundle; returns the bytes that its file had. Raises EngineError, OutputError."""
+    entries = dict(manifest.get("engines", {}))
+    if target.name not in entries:
+        raise EngineError(f"{folder}: has no engine for {target.name}, only for {', '.join(entries) or 'none'}")
+    path = folder / entries.pop(target.name)["file"]
+    with _changing(path):
+        size = path.stat().st_size if path.is_file() else 0
+        files = {name: entry for name, entry in manifest["files"].items() if name != engine_file(target)}
+        write_manifest(folder, manifest | {"engines": entries}, files)
+        path.unlink(missing_ok=True)
+    return size
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Hold the lock of a bundle while its engine ``path`` changes. OutputError: no way to write, or someone has it."""
+    folder = path.parent.parent
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.parent.mkdir(exist_ok=True)
+        try:
+            yield
+        finally:
+            if not any(path.parent.iterdir()):
+                path.parent.rmdir()
+    except BlockingIOError as err:
+        raise OutputError(f"{folder}: another dlm-export is changing its engines. Wait for it, and try again.") from err
+    except OSError as err:
+        raise OutputError(f"{path}: cannot write ({err.strerror})") from err
+    finally:
+        os.close(held)
+
+
+def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:
+    """TargetError if a bundle's precision is nothing that ``target`` runs."""
+    if "layers" in precision:
+        target.check_layers(precision["layers"])
+    else:
+        recipe_for([target], precision["name"])

@@ -1,0 +1,289 @@
+"""An engine from a bundle's device graph: one code path over the Builder API of TensorRT 10, 11 and TensorRT-RTX.
+
+Either parses ``device.onnx`` from its file, so weights are mapped, not copied through a second model in memory. Networks are
+strongly typed: the graph's types are the engine's. Everything that the builder logs as an error goes into the exception, and
+warnings that mean a part of the graph was ignored are errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_export.progress import Progress, Silent
+from dlm_export.targets import Target
+from dlm_export.tensorrt import audit
+from dlm_export.tensorrt.builders import RTX, TENSORRT, Builder
+from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions, Limits, check_memory, limits_of
+
+# Warnings that mean the engine would not compute the graph; all others are shown.
+FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is ignored", "not supported")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build gave: the manifest's entry, seconds, and warnings for people."""
+
+    target: str
+    entry: dict[str, Any]
+    seconds: float
+    warnings: list[str] = field(default_factory=list)
+
+
+def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
+    """EngineError if there is nothing to build for ``target`` from."""
+    if target.sm is None:
+        raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
+    if "device_file" not in manifest["graph"]:
+        raise EngineError(
+            f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
+            f"Build it with --target {target.name}."
+        )
+
+
+def build_engine(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    target: Target,
+    builder: Builder,
+    options: EngineOptions,
+    output: Path,
+    progress: Progress | None = None,
+) -> Built:
+    """Write the engine of a bundle's device graph to ``output``; the manifest is the caller's to change.
+
+    ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError, audit.AuditError, OSError;
+    ``output`` is then the caller's to remove. KeyboardInterrupt cancels the builder first.
+    """
+    progress = progress or Silent()
+    check_device_graph(folder, manifest, target)
+    graph = manifest["graph"]["device_file"]
+    default = manifest["presets"][manifest["default_preset"]]
+    limits = limits_of(manifest["denoiser"], default["block_length"], options)
+    weights = _weights_file(manifest)
+    expected_bytes = files[weights]["bytes"]
+    found = check_memory(manifest["denoiser"], target, expected_bytes, limits, on_host=True)
+    began = time.perf_counter()
+    trt = builder.module
+    logger = _logger(trt.ILogger)
+    logger.reset()
+    trt_builder = trt.Builder(logger)
+    network = trt_builder.create_network(_network_flags(trt))
+    parser = trt.OnnxParser(network, logger)
+    parsed = parser.parse_from_file(str(folder / graph))
+    _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
+    table = audit.network_table(network)
+    asked = manifest["precision"].get("layers") or dict.fromkeys(_layers(manifest), manifest["graph"]["cache_dtype"])
+    audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
+    config = _make_config(trt, trt_builder, network, manifest, builder, limits, options)
+    with _cancellable(trt, config, progress, f"build engine {target.name}"):
+        succeeded = _serialise(trt, trt_builder, network, config, output)
+    _raise_logged(logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", succeeded)
+    audit.check_size(output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback)
+    method = "network"
+    device_bytes = found.device
+    if builder.kind == TENSORRT:
+        method = "inspector"
+        engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
+        _raise_logged(logger, f"the engine for {target.name} does not load again", engine is not None)
+        information = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+        table = audit.inspector_table(information, table)
+        audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
+    if options.timing_cache is not None:
+        options.timing_cache.write_bytes(memoryview(config.get_timing_cache().serialize()))
+    entry = {
+        "file": engine_file(target),
+        "builder": builder.kind,
+        "version": trt.__version__,
+        "sm": list(builder.sms),
+        "graph": {
+            "judged": files[manifest["graph"]["file"]]["sha256"],
+            "device": files[graph]["sha256"],
+            "weights": files[weights]["sha256"],
+        },
+        "profiles": limits.profiles(),
+        "audit": {"method": method, "layers": table, "fallbacks": audit.fallbacks(table, asked)},
+        "device_bytes": device_bytes,
+    }
+    return Built(target.name, entry | {"seal": seal(entry)}, round(time.perf_counter() - began, 3), logger.shown)
+
+
+def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
+    """Build the engine into a file; False: the logger has the reason.
+
+    A builder that writes in pieces never holds the whole engine beside the weights; older ones cannot.
+    """
+    if not hasattr(trt_builder, "build_serialized_network_to_stream"):
+        plan = trt_builder.build_serialized_network(network, config)
+        if plan is not None:
+            output.write_bytes(memoryview(plan))
+        return plan is not None
+
+    failures: list[OSError] = []
+    with output.open("wb") as file:
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+
+            def write(self, data: bytes) -> int:
+                try:
+                    return file.write(data)
+                except OSError as err:  # it must not cross the builder's frames
+                    failures.append(err)
+                    return 0
+
+        succeeded = bool(trt_builder.build_serialized_network_to_stream(network, config, Writer()))
+    if failures:
+        raise failures[0]
+    return succeeded
+
+
+def engine_file(target: Target) -> str:
+    """Where a target's engine lies in a bundle."""
+    return f"engines/{target.name}.engine"
+
+
+def seal(entry: Mapping[str, Any]) -> str:
+    """SHA-256 of an entry without its seal, as canonical JSON: what tells an edited entry from the one that was written."""
+    bare = {key: value for key, value in entry.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _layers(manifest: Mapping[str, Any]) -> list[str]:
+    """Module paths of the denoiser's matrix multiplications by weights of their own."""
+    d = manifest["denoiser"]
+    each = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
+    return [f"blocks.{i}.{name}" for i in range(d["layers"]) for name in each] + ([] if d["tied_head"] else ["head"])
+
+
+def _weights_file(manifest: Mapping[str, Any]) -> str:
+    return f"{manifest['graph']['file']}.data"
+
+
+def _network_flags(trt: Any) -> int:
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return 0 if flag is None else 1 << int(flag)  # TensorRT 11 knows no other networks
+
+
+@functools.cache
+def _logger(base: Any) -> Any:
+    """The ILogger that keeps errors and warnings: one a process, as TensorRT ignores all but the first while it lives."""
+    levels = base.Severity
+
+    class Logger(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.reset()
+
+        def reset(self) -> None:
+            self.errors: list[str] = []
+            self.shown: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            text = " ".join(str(message).split())
+            if severity in (levels.INTERNAL_ERROR, levels.ERROR):
+                self.errors.append(text)
+            elif severity == levels.WARNING:
+                is_fatal = any(pattern in text.lower() for pattern in FATAL_WARNINGS)
+                into = self.errors if is_fatal else self.shown
+                if "Int64 binding" not in text and text not in into:  # int64 ids are what the runtime feeds
+                    into.append(text)
+
+    return Logger()
+
+
+def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
+    """BuilderError with everything that the logger kept; errors count even where the call claims success."""
+    if succeeded and not logger.errors:
+        return
+    reasons = "; ".join(dict.fromkeys(logger.errors)) or "it gave no reason"
+    if "OutOfMemory" in reasons:
+        reasons += ". Without a GPU the builder has little room for constants: a shorter --canvas, or build on the device"
+    raise BuilderError(f"{what}: {reasons[:4000]}")
+
+
+def _make_config(
+    trt: Any,
+    trt_builder: Any,
+    network: Any,
+    manifest: Mapping[str, Any],
+    builder: Builder,
+    limits: Limits,
+    options: EngineOptions,
+) -> Any:
+    config = trt_builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+    if builder.kind == RTX:
+        config.num_compute_capabilities = len(builder.sms)
+        for i, sm in enumerate(builder.sms):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
+    else:
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the inspector tells types only then
+    if options.timing_cache is not None:
+        known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
+        config.set_timing_cache(config.create_timing_cache(known), False)
+    d = manifest["denoiser"]
+    for ranges in limits.profiles().values():
+        profile = trt_builder.create_optimization_profile()
+        for i in range(network.num_inputs):
+            name = network.get_input(i).name
+            of = {"input_ids": "tokens", "position_ids": "tokens", "score_rows": "rows"}.get(name, "cached")
+            cache = (d["kv_heads"],), (d["head_size"],)
+            before, behind = cache if of == "cached" else ((), ())
+            profile.set_shape(name, *((1, *before, size, *behind) for size in ranges[of]))
+        if config.add_optimization_profile(profile) < 0:
+            raise BuilderError(f"TensorRT {trt.__version__} refuses the profile {ranges}")
+    return config
+
+
+@contextmanager
+def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
+    """Show the builder's phases as progress, and let Ctrl-C and SIGTERM stop it between two steps."""
+    stopped: list[int] = []
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.root: str | None = None
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if self.root is None:
+                self.root = phase_name
+                progress.start(stage, max(1, num_steps))
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name == self.root:
+                progress.advance()
+            return not stopped
+
+        def phase_finish(self, phase_name: str) -> None:
+            if phase_name == self.root:
+                self.root = None
+
+    monitor = Monitor()
+    config.progress_monitor = monitor
+    # An exception must not cross the builder's frames: the handlers only remember, the monitor says no.
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        config.progress_monitor = None
+    if stopped:
+        if stopped[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + stopped[0])
