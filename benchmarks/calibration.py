@@ -34,7 +34,7 @@ def with_outliers(source: Source) -> Source:
     """The same function with a few channels of every norm's output ``FACTOR`` times larger."""
     c, rng = source.network, np.random.default_rng(0)
     folded = calibrate.Folded(source.parameters, c)
-    for i in range(c.layers):
+    for i in range(len(c.layers)):
         for site in ("attention.q", "mlp.gate"):
             scales = np.ones(c.hidden_size, np.float32)
             scales[rng.choice(c.hidden_size, OUTLIERS, replace=False)] = 1 / FACTOR

@@ -22,7 +22,7 @@ from dlm_export.build import build
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.graph import functions, fuse, trace
-from dlm_export.network.denoiser import NetworkSpec
+from dlm_export.network.spec import NetworkSpec
 
 OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 Build = Callable[[str, str, bool], Path]

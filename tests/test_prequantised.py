@@ -36,7 +36,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
 
 def _weights(path: Path) -> families.Weights:
     checkpoint = Checkpoint(path)
-    return families.Weights(checkpoint, families.read_network(checkpoint, Overrides()))
+    return families.open_weights(checkpoint, families.read_network(checkpoint, Overrides()))
 
 
 def _retensor(path: Path, change: Change) -> None:
@@ -75,8 +75,8 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
     assert len(weights.quantised) == 14 + head
     assert weights.notes == []
     for parameter, source in weights.sources.items():
-        base = source.tensor.removesuffix(".weight")
-        expected = _dequantised(tensors, base).T if source.transpose else tensors[source.tensor].double()
+        base = source.whole.removesuffix(".weight")
+        expected = _dequantised(tensors, base).T if source.transpose else tensors[source.whole].double()
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
         # Two fp32 products where the definition has none: 2 units in the last place at most.

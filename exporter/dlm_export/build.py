@@ -29,7 +29,8 @@ from dlm_export.judging.judge import Budgets, Judgement
 from dlm_export.judging.report import write_report
 from dlm_export.judging.threshold import Refit
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.progress import Progress, Silent
 from dlm_export.quantising import calibrate, modelopt, samples
 from dlm_export.sources import Source, open_source
@@ -282,18 +283,18 @@ class _Build:
         c = self.network
         if not self.on_gpu or self.precision in (targets.AUTO, STORED):
             return
-        shapes = quantise.linear_layers(c)
+        shapes = c.quantisable()
         formats = {} if self.recipe is None else self.recipe.formats(list(shapes))
         element_bytes = trace.element_type(self.base).itemsize
         weights_bytes = int(element_bytes * c.parameter_count())
         for layer, name in formats.items():
             if FORMATS[name].weights is not None:
-                inputs, outputs = shapes[layer]
+                inputs, outputs = shapes[layer].inputs, shapes[layer].outputs
                 weights_bytes += FORMATS[name].weight_bytes(inputs, outputs) - int(element_bytes * inputs * outputs)
         options = self.engine_options or EngineOptions()
-        limits = estimate.limits_of(c.as_dict(), self.source.presets[self.source.default_preset].block_length, options)
+        limits = estimate.limits_of(c.max_canvas_length, self.source.presets[self.source.default_preset].block_length, options)
         for target in self.targets:
-            estimate.check_memory(c.as_dict(), target, weights_bytes, limits, on_host=target.name in self.builders)
+            estimate.check_memory(c, target, weights_bytes, limits, on_host=target.name in self.builders)
 
     def build_engines(self, hashed: dict[str, Any]) -> None:
         """An engine for every target that can be built here; commands for the others."""
@@ -328,7 +329,7 @@ class _Build:
 
     def quantise(self) -> calibrate.Quantisation:
         """Find the recipe's numbers."""
-        shapes = quantise.linear_layers(self.network)
+        shapes = self.network.quantisable()
         self.data: samples.Data | None = None
         self.states: list[State] = []
         self.provenance: dict[str, Any] | None = None
@@ -352,14 +353,13 @@ class _Build:
         if self.precision == STORED:
             targets.check(self.targets, formats.values(), STORED)
             return calibrate.take_stored(self.source.parameters, self.network, recipe, formats, self.scale_dtype)
-        sweeps = calibrate.sweeps(recipe, formats, shapes, self.options.calibrator)
+        sweeps = calibrate.sweeps(recipe, formats, self.network, self.options.calibrator)
         with self.stage("calibrate", max(1, sweeps * len(self.states))):
             return calibrate.calibrate(
                 self.source.parameters,
                 self.network,
                 recipe,
                 formats,
-                shapes,
                 self.states,
                 self.progress.advance,
                 self.options.calibrator,
@@ -388,17 +388,16 @@ class _Build:
         }
         return states
 
-    def search(self, shapes: dict[str, tuple[int, int]], states: list[State]) -> tuple[Recipe, dict[str, str]]:
+    def search(self, shapes: dict[str, LinearSpec], states: list[State]) -> tuple[Recipe, dict[str, str]]:
         """``--precision auto``: the cheapest recipe within the budget."""
         assert self.data is not None
         options = self.options
         formats = auto.formats_for(self.targets, options.auto)
         for name in formats if self.on_gpu else ():
             quantise.check(shapes, dict.fromkeys(shapes, name), for_tensorrt=True)
-        with self.stage("search", auto.units(shapes, formats, len(states))):
+        with self.stage("search", auto.units(self.network, formats, len(states))):
             found = auto.search(
                 self.source,
-                shapes,
                 states,
                 self.data.calibration[: options.judged],
                 formats,
@@ -563,10 +562,11 @@ def stored_recipe(source: Source) -> Recipe:
 
 def check_same_denoiser(folder: Path, manifest: dict[str, Any], network: NetworkSpec) -> None:
     """Raises DlmError if a bundle's manifest describes another denoiser than a checkpoint's."""
-    theirs = manifest["denoiser"] | {"family": manifest["family"]}
-    for key, ours in network.as_dict().items():
-        if key in theirs and theirs[key] != ours:
-            raise DlmError(f"{folder}: built from another checkpoint: its {key} is {theirs[key]}, the checkpoint's is {ours}")
+    theirs = bundle_files.network_of(manifest)
+    for name in network.__dataclass_fields__:
+        ours, found = getattr(network, name), getattr(theirs, name)
+        if ours != found:
+            raise DlmError(f"{folder}: built from another checkpoint: its {name} is {found}, the checkpoint's is {ours}")
 
 
 def _check_memory(parameters: int) -> None:

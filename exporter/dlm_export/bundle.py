@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
-    from dlm_export.network.denoiser import NetworkSpec
+    from dlm_export.network.spec import NetworkSpec
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -49,24 +49,7 @@ def make_manifest(
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
         "family": c.family,
         "architecture": c.architecture,
-        "denoiser": {
-            "vocab_size": c.vocab_size,
-            "hidden_size": c.hidden_size,
-            "layers": c.layers,
-            "heads": c.heads,
-            "kv_heads": c.kv_heads,
-            "head_size": c.head_size,
-            "mlp_size": c.mlp_size,
-            "parameters": c.parameter_count(),
-            "max_canvas_length": c.max_canvas_length,
-            "attention": c.attention,
-            "noise": c.noise,
-            "shift": c.shift,
-            "rope_theta": c.rope_theta,
-            "norm_eps": c.norm_eps,
-            "qkv_bias": c.qkv_bias,
-            "tied_head": c.tied_head,
-        },
+        "denoiser": _denoiser(c),
         "tokens": {"mask": c.mask_token_id, "eos": list(c.eos_token_ids), "pad": c.pad_token_id},
         "graph": graph,
         "precision": precision,
@@ -76,6 +59,50 @@ def make_manifest(
         "tokenizer": tokenizer,
         "chat_template": chat_template,
     }
+
+
+def _denoiser(c: NetworkSpec) -> dict[str, Any]:  # MERGE: schema 1
+    a = c.layers[0].attention
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "layers": len(c.layers),
+        "heads": a.heads,
+        "kv_heads": a.kv_heads,
+        "head_size": a.head_size,
+        "mlp_size": c.layers[0].mlp.size,
+        "parameters": c.parameter_count(),
+        "max_canvas_length": c.max_canvas_length,
+        "attention": "full",
+        "noise": c.noise,
+        "shift": c.shift,
+        "rope_theta": a.rope.theta,
+        "norm_eps": c.norm_eps,
+        "qkv_bias": a.qkv_bias,
+        "tied_head": c.tied_head,
+    }
+
+
+def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
+    """The description that a bundle's manifest keeps."""
+    from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
+
+    d, tokens = manifest["denoiser"], manifest["tokens"]
+    a = AttentionSpec(d["heads"], d["kv_heads"], d["head_size"], Rope(d["rope_theta"]), qkv_bias=d["qkv_bias"])
+    return NetworkSpec(
+        manifest["family"],
+        manifest["architecture"],
+        d["vocab_size"],
+        d["hidden_size"],
+        (LayerSpec(a, MlpSpec(d["mlp_size"]), d["norm_eps"]),) * d["layers"],
+        d["norm_eps"],
+        d["tied_head"],
+        d["max_canvas_length"],
+        d["shift"],
+        tokens["mask"],
+        tuple(tokens["eos"]),
+        tokens["pad"],
+    )
 
 
 def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None) -> dict[str, Any]:

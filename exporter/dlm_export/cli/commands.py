@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dlm_export.build import QuantiseOptions
     from dlm_export.families.base import Overrides
     from dlm_export.judging.judge import Budgets
-    from dlm_export.network.denoiser import NetworkSpec
+    from dlm_export.network.spec import NetworkSpec
     from dlm_export.sources import Source
     from dlm_export.tensorrt.estimate import EngineOptions
 
@@ -133,7 +133,7 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
 
     opened = Checkpoint(checkpoint)
     network = families.read_network(opened, _overrides(mask_token_id, max_canvas_length))
-    weights = families.Weights(opened, network)  # names what is missing, extra or wrongly shaped
+    weights = families.open_weights(opened, network)  # names what is missing, extra or wrongly shaped
     text = tokenizer.read(opened, network)
     kinds = {"tokenizer": text.tokenizer is not None, "chat_template": text.chat_template is not None}
     memory = {name: _memory(network, element_bytes) for name, element_bytes in PRECISIONS.items()}
@@ -168,7 +168,7 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
 
 
 def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
-    per_token = 2 * c.layers * c.kv_heads * c.head_size * element_bytes
+    per_token = c.cache_bytes(element_bytes)
     return {
         "weights_bytes": c.parameter_count() * element_bytes,
         "cache_bytes_per_token": per_token,
@@ -786,12 +786,11 @@ def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_jso
         print_plan(made)
 
 
-def _checkpoint_sizes(path: Path, mask_token_id: int | None, max_canvas_length: int | None) -> dict[str, Any]:
+def _checkpoint_sizes(path: Path, mask_token_id: int | None, max_canvas_length: int | None) -> NetworkSpec:
     from dlm_export import families
     from dlm_export.checkpoints.folder import Checkpoint
 
-    network = families.read_network(Checkpoint(path), _overrides(mask_token_id, max_canvas_length))
-    return {**network.as_dict(), "parameters": network.parameter_count()}
+    return families.read_network(Checkpoint(path), _overrides(mask_token_id, max_canvas_length))
 
 
 _Number = TypeVar("_Number", int, float)

@@ -21,7 +21,8 @@ from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
 from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ELEMENT_TYPES = {
@@ -93,31 +94,31 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _names(layers: int, prefix: str) -> list[str]:
-    return [f"{prefix}_{kind}.{i}" for i in range(layers) for kind in ("key", "value")]
+def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
+    """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in order."""
+    return {f"{prefix}_{kind}.{i}": shape for i, shape in enumerate(network.cache_shapes()) for kind in ("key", "value")}
 
 
-def input_names(layers: int) -> list[str]:
+def input_names(network: NetworkSpec) -> list[str]:
     """Names of the graph's inputs, in order."""
-    return ["input_ids", "position_ids", "score_rows", *_names(layers, "past")]
+    return ["input_ids", "position_ids", "score_rows", *_cache_ports(network, "past")]
 
 
-def output_names(layers: int) -> list[str]:
+def output_names(network: NetworkSpec) -> list[str]:
     """Names of the graph's outputs, in order."""
-    return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
+    return ["top_token", "top_prob", "entropy", "logits", *_cache_ports(network, "present")]
 
 
 def describe(network: NetworkSpec, precision: str, *, for_device: bool = False, is_plain: bool = False) -> dict[str, Any]:
     """What the manifest says of the graph; ``for_device``: that there is a device graph too."""
-    layers = network.layers
     return {
         "file": GRAPH_FILE,
         **({"device_file": DEVICE_FILE} if for_device else {}),
         "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
         "opset": PLAIN_OPSET if is_plain else OPSET,
         "top_k": TOP_K,
-        "inputs": input_names(layers),
-        "outputs": output_names(layers),
+        "inputs": input_names(network),
+        "outputs": output_names(network),
     }
 
 
@@ -135,10 +136,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     with torch.device("meta"):
         ids = torch.zeros(B, T, dtype=torch.int64)
         rows = torch.zeros(B, R, dtype=torch.int64)
-        past = [
-            (torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype), torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype))
-            for _ in range(c.layers)
-        ]
+        shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
+        past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
     # The exporter reports on itself through warnings and logging (torchvision is absent, and so on): nothing for a user.
@@ -149,9 +148,9 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
             (ids, ids.clone(), rows, past),
             dynamo=True,
             opset_version=OPSET,
-            input_names=input_names(c.layers),
-            output_names=output_names(c.layers),
-            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * c.layers),
+            input_names=input_names(c),
+            output_names=output_names(c),
+            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * len(past)),
             optimize=False,
             verbose=False,
         )
@@ -234,6 +233,8 @@ def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
         "entropy": ["B", "R"],
         "logits": ["B", "R", c.vocab_size],
     }
+    for prefix, rows in (("past", "S"), ("present", "T")):
+        for name, (kv_heads, head_size) in _cache_ports(c, prefix).items():
+            shapes[name] = ["B", kv_heads, rows, head_size]
     for value in (*model.graph.inputs, *model.graph.outputs):
-        rows = "S" if str(value.name).startswith("past") else "T"
-        value.shape = ir.Shape(shapes.get(str(value.name), ["B", c.kv_heads, rows, c.head_size]))
+        value.shape = ir.Shape(shapes[str(value.name)])

@@ -17,15 +17,17 @@ from dlm_calibration.metrics import summarise
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import Sample, State
 from dlm_export import families
+from dlm_export.bundle import network_of
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
 from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor
 from dlm_export.judging.report import write_report
 from dlm_export.judging.threshold import THRESHOLDS, Refit, refit_threshold
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
-from dlm_export.sources import Source, network_of
+from dlm_export.sources import Source
 from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import Policy
 

@@ -15,7 +15,8 @@ import torch
 
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
 from dlm_export.network import reference
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 from dlm_runtime import Bundle, Policy
 
 PROMPT_LENGTH = 12  # tokens of a random prompt

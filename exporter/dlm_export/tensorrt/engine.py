@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlm_export.bundle import network_of
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import Target
 from dlm_export.tensorrt import audit
@@ -69,10 +70,11 @@ def build_engine(
     check_device_graph(folder, manifest, target)
     graph = manifest["graph"]["device_file"]
     default = manifest["presets"][manifest["default_preset"]]
-    limits = limits_of(manifest["denoiser"], default["block_length"], options)
+    denoiser = network_of(manifest)
+    limits = limits_of(denoiser.max_canvas_length, default["block_length"], options)
     weights = _weights_file(manifest)
     expected_bytes = files[weights]["bytes"]
-    found = check_memory(manifest["denoiser"], target, expected_bytes, limits, on_host=True)
+    found = check_memory(denoiser, target, expected_bytes, limits, on_host=True)
     began = time.perf_counter()
     trt = builder.module
     logger = _logger(trt.ILogger)
@@ -83,7 +85,7 @@ def build_engine(
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
     table = audit.network_table(network)
-    asked = manifest["precision"].get("layers") or dict.fromkeys(_layers(manifest), manifest["graph"]["cache_dtype"])
+    asked = manifest["precision"].get("layers") or dict.fromkeys(denoiser.quantisable(), manifest["graph"]["cache_dtype"])
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
     config = _make_config(trt, trt_builder, network, manifest, builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
@@ -160,13 +162,6 @@ def seal(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _layers(manifest: Mapping[str, Any]) -> list[str]:
-    """Module paths of the denoiser's matrix multiplications by weights of their own."""
-    d = manifest["denoiser"]
-    each = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
-    return [f"blocks.{i}.{name}" for i in range(d["layers"]) for name in each] + ([] if d["tied_head"] else ["head"])
-
-
 def _weights_file(manifest: Mapping[str, Any]) -> str:
     return f"{manifest['graph']['file']}.data"
 
@@ -233,15 +228,15 @@ def _make_config(
     if options.timing_cache is not None:
         known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
         config.set_timing_cache(config.create_timing_cache(known), False)
-    d = manifest["denoiser"]
+    shapes = enumerate(network_of(manifest).cache_shapes())
+    cache = {f"past_{kind}.{i}": shape for i, shape in shapes for kind in ("key", "value")}
     for ranges in limits.profiles().values():
         profile = trt_builder.create_optimization_profile()
         for i in range(network.num_inputs):
             name = network.get_input(i).name
             of = {"input_ids": "tokens", "position_ids": "tokens", "score_rows": "rows"}.get(name, "cached")
-            cache = (d["kv_heads"],), (d["head_size"],)
-            before, behind = cache if of == "cached" else ((), ())
-            profile.set_shape(name, *((1, *before, size, *behind) for size in ranges[of]))
+            heads, features = (cache[name][:1], cache[name][1:]) if of == "cached" else ((), ())
+            profile.set_shape(name, *((1, *heads, size, *features) for size in ranges[of]))
         if config.add_optimization_profile(profile) < 0:
             raise BuilderError(f"TensorRT {trt.__version__} refuses the profile {ranges}")
     return config
