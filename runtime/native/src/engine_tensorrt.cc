@@ -1,114 +1,28 @@
-// The TensorRT engine: libnvinfer or libtensorrt_rtx, opened at run time, over CUDA's driver API.
+// The TensorRT engine: which of a bundle's engine files is opened, and that it is what the manifest says.
 //
-// Compiled with the headers of TensorRT or of TensorRT-RTX, whichever are given; the library must be of their major version,
-// as its C++ classes are called through their tables of functions. An engine file is code for one compute capability and one
-// version, so both are compared before a byte of it is read.
-//
-// A session holds on the device, in one allocation: inputs, outputs, the rows of the last pass (present), the rows that were
-// kept (past), and TensorRT's own working memory. Addresses never change, so that passes can be replayed as CUDA
-// graphs. Passes read token ids from, and write candidates to, pinned host memory; logits stay where they are unless asked
-// for. The host waits once a pass.
-#include <NvInferRuntime.h>
-#include <dlfcn.h>
+// An engine file is code for one compute capability and one version, so both are compared before a byte of it is read. Then
+// its ports and profiles are compared with the manifest's, as a session's buffers are as large as that says.
+#include "engine_tensorrt.h"
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <list>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "cuda_api.h"
-#include "engine.h"
 #include "error.h"
-#include "graph.h"
-#include "library.h"
-#include "trt_plan.h"
+#include "tensorrt_session.h"
 
-namespace dlm {
+namespace dlm::trt {
 namespace {
 
-#define DLM_TEXT_OF(value) #value
-#define DLM_TEXT(value) DLM_TEXT_OF(value)
-#ifdef TRT_MAJOR_RTX  // only TensorRT-RTX's NvInferVersion.h has it
-constexpr char kBuilder[] = "tensorrt_rtx", kName[] = "TensorRT-RTX";
-constexpr char kLibrary[] = "libtensorrt_rtx.so." DLM_TEXT(NV_TENSORRT_MAJOR);
-constexpr char kAdvice[] =
-    "Install it (pip: tensorrt-rtx-cu13-libs), set DLM_TENSORRT to its path, or open the bundle with engine \"onnxruntime\".";
-#else
-constexpr char kBuilder[] = "tensorrt", kName[] = "TensorRT";
-constexpr char kLibrary[] = "libnvinfer.so." DLM_TEXT(NV_TENSORRT_MAJOR);
-constexpr char kAdvice[] =
-    "Install it (pip: tensorrt; a Jetson's comes with JetPack), set DLM_TENSORRT to its path, or open the bundle with engine "
-    "\"onnxruntime\".";
-#endif
-
-// ---- The library ----
-
-// Keeps the first error that TensorRT reports; nothing is printed. Any thread may report.
-class Logger final : public nvinfer1::ILogger {
- public:
-  void log(Severity severity, const char* message) noexcept override {
-    if (severity > Severity::kERROR) return;
-    try {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (first_.empty()) first_ = one_line(message);
-    } catch (...) {  // without memory for the sentence, the failure is reported without it
-    }
-  }
-
-  // The first error since the last call, as the end of a sentence.
-  std::string take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const std::string said = first_.empty() ? "" : ": " + first_;
-    first_.clear();
-    return said;
-  }
-
- private:
-  std::mutex mutex_;
-  std::string first_;
-};
-
-struct Library {
-  void* (*create_runtime)(void* logger, int32_t version);
-  std::string version;  // "10.14.1.48"
-};
-
-Library load_library(const std::string& given) {
-  std::string name;
-  void* const handle = open_library({kName, "DLM_TENSORRT", {kLibrary}, kAdvice}, given, &name);
-  const auto ask = [&](const char* what) {
-    const auto function = reinterpret_cast<int32_t (*)()>(dlsym(handle, what));
-    if (function == nullptr) throw Error(DLM_ENGINE_MISSING, name + " is not " + kName + ": it has no " + what + ". " + kAdvice);
-    return function();
-  };
-  const int32_t major = ask("getInferLibMajorVersion");
-  std::string version = std::to_string(major);
-  for (const char* const part : {"getInferLibMinorVersion", "getInferLibPatchVersion", "getInferLibBuildVersion"})
-    version += "." + std::to_string(ask(part));
-  if (major != NV_TENSORRT_MAJOR)
-    throw Error(DLM_ENGINE_MISSING, name + " is TensorRT " + version + ", but this build of libdlm_runtime is for " + kName + " " +
-                                        DLM_TEXT(NV_TENSORRT_MAJOR) + ": compile it with that library's headers, or give another. " +
-                                        kAdvice);
-  const auto create = reinterpret_cast<void* (*)(void*, int32_t)>(dlsym(handle, "createInferRuntime_INTERNAL"));
-  if (create == nullptr)
-    throw Error(DLM_ENGINE_MISSING, name + " is not " + kName + ": it has no createInferRuntime_INTERNAL. " + kAdvice);
-  return {create, version};
-}
-
 // The engine that fits, or all the reasons why none does.
-const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const trt::Platform& platform) {
+const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {
-    const std::string reason = trt::why_not(engine, platform);
+    const std::string reason = why_not(engine, platform);
     if (reason.empty()) return engine;
     reasons += (reasons.empty() ? "" : "; ") + engine.target + ": " + reason;
   }
@@ -156,6 +70,8 @@ int32_t element_type(nvinfer1::DataType type) {
 
 Dims dims_of(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
 
+}  // namespace
+
 nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows) {
   const auto shape = port.shape(1, tokens, cached, rows);
   nvinfer1::Dims out{};
@@ -164,446 +80,101 @@ nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t
   return out;
 }
 
-// ---- The engine ----
-
-class TensorRt final : public Engine {
- public:
-  TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines, const std::string& library)
-      : graph_(graph),
-        library_(load_library(library)),
-        spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version})),
-        ports_(list_ports(graph, 1)) {
-    const CudaDevice::Use use(device_);
-    runtime_.reset(static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
-    if (runtime_ == nullptr) fail_call("createInferRuntime");
-    {
-      const MappedFile file(spec_.path);
-      engine_.reset(runtime_->deserializeCudaEngine(file.data(), file.bytes()));
-    }
-    if (engine_ == nullptr)
-      throw Error(DLM_ENGINE_FAILED, spec_.path + ": " + kName + " " + library_.version + " cannot load it" + logger_.take() +
-                                         ". If memory is not the reason, build it again: dlm-export engine BUNDLE --target " +
-                                         spec_.target + " --force");
-    verify_ports();
-    verify_profiles();
+TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines, const std::string& library)
+    : graph_(graph),
+      library_(load_library(library)),
+      spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version})),
+      ports_(list_ports(graph, 1)) {
+  const CudaDevice::Use use(device_);
+  runtime_.reset(static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
+  if (runtime_ == nullptr) fail_call("createInferRuntime");
+  {
+    const MappedFile file(spec_.path);
+    engine_.reset(runtime_->deserializeCudaEngine(file.data(), file.bytes()));
   }
+  if (engine_ == nullptr)
+    throw Error(DLM_ENGINE_FAILED, spec_.path + ": " + kName + " " + library_.version + " cannot load it" + logger_.take() +
+                                       ". If memory is not the reason, build it again: dlm-export engine BUNDLE --target " +
+                                       spec_.target + " --force");
+  verify_ports();
+  verify_profiles();
+}
 
-  ~TensorRt() override {
-    const CudaDevice::Use use(device_, std::nothrow);
-    engine_.reset();
-    runtime_.reset();
+TensorRt::~TensorRt() {
+  const CudaDevice::Use use(device_, std::nothrow);
+  engine_.reset();
+  runtime_.reset();
+}
+
+std::string TensorRt::description() const {
+  return std::string(kBuilder) + " " + library_.version + " (" + device_.name() + ", SM " + sm_text(device_.sm()) +
+         ", engine " + spec_.target + ")";
+}
+
+int32_t TensorRt::max_rows(int32_t tokens, int32_t cached) const {
+  const int32_t profile = choose_profile(spec_, tokens, cached);
+  return profile < 0 ? 0 : (profile == 0 ? spec_.prefill : spec_.block).rows.largest;
+}
+
+std::unique_ptr<Context> TensorRt::open_context() { return open_session(*this); }
+
+std::unique_ptr<nvinfer1::IExecutionContext> TensorRt::create_context() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<nvinfer1::IExecutionContext> context(
+      engine_->createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
+  if (context == nullptr) fail_call("createExecutionContext");
+  return context;
+}
+
+void TensorRt::fail_call(const std::string& call) {
+  throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
+}
+
+// Refuses an engine that lacks one of the ports, has another one, or one with another type, shape or place.
+void TensorRt::verify_ports() {
+  for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
+    const std::string name = engine_->getIOTensorName(i);
+    const bool is_input = engine_->getTensorIOMode(name.c_str()) == nvinfer1::TensorIOMode::kINPUT;
+    const char* const kind = is_input ? "input" : "output";
+    Port* const port = find_port(is_input ? ports_.inputs : ports_.outputs, name);
+    if (port == nullptr) refuse_port(spec_.path, kind, name, "is not known to this runtime");
+    if (engine_->getTensorLocation(name.c_str()) != nvinfer1::TensorLocation::kDEVICE)
+      refuse_port(spec_.path, kind, name, "is wanted in host memory");
+    note_port(spec_.path, kind, *port, element_type(engine_->getTensorDataType(name.c_str())),
+              dims_of(engine_->getTensorShape(name.c_str())));
   }
+  check_complete(spec_.path, "input", ports_.inputs);
+  check_complete(spec_.path, "output", ports_.outputs);
+}
 
-  std::unique_ptr<Context> open_context() override;
-
-  std::string description() const override {
-    return std::string(kBuilder) + " " + library_.version + " (" + device_.name() + ", SM " + trt::sm_text(device_.sm()) +
-           ", engine " + spec_.target + ")";
-  }
-
-  int32_t max_rows(int32_t tokens, int32_t cached) const override {
-    const int32_t profile = trt::choose_profile(spec_, tokens, cached);
-    return profile < 0 ? 0 : (profile == 0 ? spec_.prefill : spec_.block).rows.largest;
-  }
-
-  int32_t max_batch() const override { return 1; }  // its profiles are of one
-
-  std::string limits() const override { return trt::limits_text(spec_); }
-
-  const CudaDevice& device() const { return device_; }
-  const Ports& ports() const { return ports_; }
-  const GraphSpec& graph() const { return graph_; }
-  const EngineSpec& spec() const { return spec_; }
-
-  // Device memory that passes of a profile work in.
-  size_t working_bytes(int32_t profile) const {
-    return static_cast<size_t>(std::max<int64_t>(engine_->getDeviceMemorySizeForProfileV2(profile), 0));
-  }
-
-  std::unique_ptr<nvinfer1::IExecutionContext> create_context() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::unique_ptr<nvinfer1::IExecutionContext> context(
-        engine_->createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
-    if (context == nullptr) fail_call("createExecutionContext");
-    return context;
-  }
-
-  [[noreturn]] void fail_call(const std::string& call) {
-    throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
-  }
-
-  // What was reported and did not stop anything must not become the reason of a later failure.
-  void forget_errors() { logger_.take(); }
-
- private:
-  // Refuses an engine that lacks one of the ports, has another one, or one with another type, shape or place.
-  void verify_ports() {
-    for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
-      const std::string name = engine_->getIOTensorName(i);
-      const bool is_input = engine_->getTensorIOMode(name.c_str()) == nvinfer1::TensorIOMode::kINPUT;
-      const char* const kind = is_input ? "input" : "output";
-      Port* const port = find_port(is_input ? ports_.inputs : ports_.outputs, name);
-      if (port == nullptr) refuse_port(spec_.path, kind, name, "is not known to this runtime");
-      if (engine_->getTensorLocation(name.c_str()) != nvinfer1::TensorLocation::kDEVICE)
-        refuse_port(spec_.path, kind, name, "is wanted in host memory");
-      note_port(spec_.path, kind, *port, element_type(engine_->getTensorDataType(name.c_str())),
-                dims_of(engine_->getTensorShape(name.c_str())));
-    }
-    check_complete(spec_.path, "input", ports_.inputs);
-    check_complete(spec_.path, "output", ports_.outputs);
-  }
-
-  // Buffers are as large as the manifest says, so an engine that takes more must not run.
-  void verify_profiles() const {
-    if (engine_->getNbOptimizationProfiles() != 2)
-      fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(), engine_->getNbOptimizationProfiles());
-    const Profile* const profiles[] = {&spec_.prefill, &spec_.block};
-    for (int32_t i = 0; i < 2; ++i) {
-      const Profile& p = *profiles[i];
-      for (const Port& port : ports_.inputs) {
-        const auto verify = [&](nvinfer1::OptProfileSelector end, const char* what, const nvinfer1::Dims& wanted) {
-          const Dims there = dims_of(engine_->getProfileShape(port.name.c_str(), i, end));
-          if (there == dims_of(wanted)) return;
-          fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d is not the manifest's", spec_.path.c_str(), what,
-               port.name.c_str(), i);
-        };
-        using Selector = nvinfer1::OptProfileSelector;
-        verify(Selector::kMIN, "smallest", dims_of(port, p.tokens.smallest, p.cached.smallest, p.rows.smallest));
-        verify(Selector::kMAX, "largest", dims_of(port, p.tokens.largest, p.cached.largest, p.rows.largest));
-      }
-    }
-  }
-
-  // Destroyed from the last to the first; the device's context outlives what was made in it.
-  CudaDevice device_;
-  const GraphSpec graph_;
-  const Library library_;
-  const EngineSpec spec_;
-  Ports ports_;
-  Logger logger_;
-  std::unique_ptr<nvinfer1::IRuntime> runtime_;
-  std::unique_ptr<nvinfer1::ICudaEngine> engine_;
-  std::mutex mutex_;  // of createExecutionContext
-};
-
-// ---- A session ----
-
-// What tells passes apart: one CUDA graph each.
-struct PassKey {
-  int32_t profile, tokens, cached, rows;
-  bool operator==(const PassKey& other) const {
-    return profile == other.profile && tokens == other.tokens && cached == other.cached && rows == other.rows;
-  }
-};
-
-// Everything that a session has on the device. The device's context is current in every call.
-class Session {
- public:
-  explicit Session(TensorRt& engine)
-      : engine_(engine),
-        cuda_(engine.device().cuda()),
-        stream_(nullptr, CudaDelete{&cuda_}),
-        offsets_(lay_out(engine)),
-        staging_offsets_(lay_out_staging(engine)),
-        memory_(cuda_, CudaMemory::Kind::device, offsets_.back()),
-        staging_(cuda_, CudaMemory::Kind::pinned, staging_offsets_.back()) {
-    CUstream stream = nullptr;
-    cuda_.check(cuda_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
-    stream_.reset(stream);
-    for (int32_t profile = 0; profile < 2; ++profile) any_size_[profile] = create_context(profile);
-    synchronize();
-  }
-
-  ~Session() { cuda_.cuStreamSynchronize(stream_.get()); }
-  Session(const Session&) = delete;
-  Session& operator=(const Session&) = delete;
-
-  void run(const dlm_pass& pass, CacheUse use) {
-    check_pass(pass);
-    const EngineSpec& spec = engine_.spec();
-    PassKey key{trt::choose_profile(spec, pass.tokens, pass.cached), pass.tokens, pass.cached, 0};
-    if (key.profile < 0 || pass.batch > engine_.max_batch() || pass.rows > engine_.max_rows(pass.tokens, pass.cached))
-      fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows, but the engine takes %s", pass.batch, pass.tokens,
-           pass.cached, pass.rows, engine_.limits().c_str());
-    key.rows = trt::rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
-    if (pass.entropy != nullptr && !has_entropy())
-      fail(DLM_UNSUPPORTED, "the engine has no output \"entropy\"; export it again with entropy");
-    engine_.forget_errors();
-    if (use == CacheUse::write) kept_ = 0;
-    written_ = {0, 0};
-    fill_staging(pass, key.rows);
-    launch(key);
-    const auto rows = static_cast<size_t>(pass.rows), top_k = static_cast<size_t>(engine_.graph().top_k);
-    if (pass.logits != nullptr) {
-      const size_t bytes = rows * static_cast<size_t>(engine_.graph().vocab_size) * sizeof *pass.logits;
-      cuda_.check(cuda_.cuMemcpyDtoHAsync(pass.logits, output(kLogits), bytes, stream_.get()), "cuMemcpyDtoHAsync");
-    }
-    synchronize();
-    const auto take = [&](Staged part, auto* to, size_t count) {
-      std::memcpy(to, staging_.host(staging_offsets_[part]), count * sizeof *to);
-    };
-    take(kStagedTokens, pass.top_tokens, rows * top_k);
-    take(kStagedProbs, pass.top_probs, rows * top_k);
-    if (pass.entropy != nullptr) take(kStagedEntropy, pass.entropy, rows);
-    check_finite(pass.top_probs, rows * top_k);
-    const auto first = static_cast<int32_t>(pass.position_ids[0]);
-    if (use == CacheUse::write || use == CacheUse::refresh) written_ = hole_ = {first, first + pass.tokens};
-  }
-
-  // On the device, in the order of the stream, and nothing to wait for. Rows stay in the order of their positions: the whole of
-  // past goes behind present's rows and comes back with its new number of rows a head, in a few copies a tensor. To move only
-  // the rows that change, as in host memory, would take some for every head of it: thousands, at microseconds each to start.
-  void keep_outside(int32_t first, int32_t last) {
-    const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
-    const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
-    if (!is_filled && (first > hole_.first || last < hole_.last))
-      fail(DLM_INTERNAL, "rows outside %d..%d are to be kept, those of %d..%d are gone", first, last, hole_.first, hole_.last);
-    const size_t row = engine_.graph().cache.row_bytes();
-    const auto heads = static_cast<size_t>(engine_.graph().cache.kv_heads);
-    const size_t staged = heads * static_cast<size_t>(written_.tokens()) * row;  // present is as large as the longest canvas
-    // `rows` rows of every head, where a head has from_rows and to_rows.
-    const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows) {
-      if (rows <= 0) return;
-      CUDA_MEMCPY2D what{};
-      what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-      what.srcDevice = from;
-      what.dstDevice = to;
-      what.srcPitch = static_cast<size_t>(from_rows) * row;
-      what.dstPitch = static_cast<size_t>(to_rows) * row;
-      what.WidthInBytes = static_cast<size_t>(rows) * row;
-      what.Height = heads;
-      cuda_.check(cuda_.cuMemcpy2DAsync(&what, stream_.get()), "cuMemcpy2DAsync");
-    };
-    for (size_t i = 0; i < 2 * static_cast<size_t>(engine_.graph().cache.layers); ++i) {  // keys and values
-      const CUdeviceptr past = input(kFirstPast + i), present = output(kFirstPresent + i);
-      copy(past, kept_, present + staged, kept_, kept_);
-      // The positions [low, high) outside [first, last), all of them from the rows that start at position `at`.
-      const auto take = [&](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low, int32_t high) {
-        const auto part = [&](int32_t begin, int32_t end, int32_t to) {
-          copy(from + static_cast<size_t>(begin - at) * row, from_rows, past + static_cast<size_t>(begin - to) * row, kept,
-               end - begin);
-        };
-        part(low, std::min(high, first), 0);
-        part(std::max(low, last), high, last - first);
+// Buffers are as large as the manifest says, so an engine that takes more must not run.
+void TensorRt::verify_profiles() const {
+  if (engine_->getNbOptimizationProfiles() != 2)
+    fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(), engine_->getNbOptimizationProfiles());
+  const Profile* const profiles[] = {&spec_.prefill, &spec_.block};
+  for (int32_t i = 0; i < 2; ++i) {
+    const Profile& p = *profiles[i];
+    for (const Port& port : ports_.inputs) {
+      const auto verify = [&](nvinfer1::OptProfileSelector end, const char* what, const nvinfer1::Dims& wanted) {
+        const Dims there = dims_of(engine_->getProfileShape(port.name.c_str(), i, end));
+        if (there == dims_of(wanted)) return;
+        fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d is not the manifest's", spec_.path.c_str(), what,
+             port.name.c_str(), i);
       };
-      take(present + staged, kept_, 0, 0, hole_.first);
-      take(present, written_.tokens(), hole_.first, hole_.first, hole_.last);
-      take(present + staged, kept_, hole_.tokens(), hole_.last, length);
+      using Selector = nvinfer1::OptProfileSelector;
+      verify(Selector::kMIN, "smallest", dims_of(port, p.tokens.smallest, p.cached.smallest, p.rows.smallest));
+      verify(Selector::kMAX, "largest", dims_of(port, p.tokens.largest, p.cached.largest, p.rows.largest));
     }
-    kept_ = kept;
-    hole_ = {first, last};
-    written_ = {0, 0};
   }
+}
 
-  uint64_t cache_bytes() const {
-    const CacheShape& cache = engine_.graph().cache;
-    const size_t present = cache.layer_bytes(1, kept_ + hole_.tokens()), past = cache.layer_bytes(1, kept_);
-    return 2 * static_cast<uint64_t>(cache.layers) * (present + past);
-  }
+}  // namespace dlm::trt
 
- private:
-  // A captured pass is bound to its execution context: changing the context afterwards is undefined, so TensorRT's developer
-  // guide (CUDA Graphs) asks for one context a graph, and lets them share their memory. A pass therefore runs on its profile's
-  // context the first time, which takes any size; one that comes again gets a context of its own, and is replayed from its
-  // third time on.
-  struct Repeated {
-    PassKey key;
-    std::unique_ptr<nvinfer1::IExecutionContext> context;  // from the second time on
-    CudaGraphExec graph;                                   // nullptr where it could not be captured
-  };
-  static constexpr size_t kMostRepeated = 32;  // each costs an execution context's host memory
-
-  struct Range {
-    int32_t first, last;
-    int32_t tokens() const { return last - first; }
-  };
-
-  enum Staged : size_t { kStagedIds, kStagedPositions, kStagedRows, kStagedTokens, kStagedProbs, kStagedEntropy };
-  enum Output : size_t { kTopToken, kTopProb, kEntropy, kLogits };
-
-  static size_t bytes_of(const Port& port, const trt::Largest& sizes) {
-    size_t bytes = element_bytes(port.type);
-    const auto shape = port.shape(1, sizes.tokens, sizes.cached, sizes.rows);
-    for (size_t i = 0; i < port.dims.size(); ++i)
-      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes))
-        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
-    return bytes;
-  }
-
-  // Inputs, outputs, working memory.
-  static std::vector<size_t> lay_out(const TensorRt& engine) {
-    const trt::Largest sizes = trt::largest(engine.spec());
-    std::vector<size_t> bytes;
-    for (const Port& port : engine.ports().inputs) bytes.push_back(bytes_of(port, sizes));
-    for (const Port& port : engine.ports().outputs) bytes.push_back(bytes_of(port, sizes));
-    bytes.push_back(std::max(engine.working_bytes(0), engine.working_bytes(1)));
-    return trt::lay_out(bytes);
-  }
-
-  static std::vector<size_t> lay_out_staging(const TensorRt& engine) {
-    const trt::Largest sizes = trt::largest(engine.spec());
-    const Ports& ports = engine.ports();
-    return trt::lay_out({bytes_of(ports.inputs[0], sizes), bytes_of(ports.inputs[1], sizes), bytes_of(ports.inputs[2], sizes),
-                         bytes_of(ports.outputs[kTopToken], sizes), bytes_of(ports.outputs[kTopProb], sizes),
-                         bytes_of(ports.outputs[kEntropy], sizes)});
-  }
-
-  CUdeviceptr input(size_t port) const { return memory_.device(offsets_[port]); }
-  CUdeviceptr output(size_t port) const { return memory_.device(offsets_[engine_.ports().inputs.size() + port]); }
-  bool has_entropy() const { return engine_.ports().outputs[kEntropy].is_there; }
-
-  void synchronize() { cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize"); }
-
-  // A context of the profile with every address set. Working memory is shared: passes follow each other on one stream.
-  std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
-    auto context = engine_.create_context();
-    const size_t working = offsets_.size() - 2;
-    context->setDeviceMemoryV2(pointer(memory_.device(offsets_[working])),
-                               static_cast<int64_t>(offsets_[working + 1] - offsets_[working]));
-    if (!context->setOptimizationProfileAsync(profile, stream_.get())) engine_.fail_call("setOptimizationProfileAsync");
-    const auto set = [&](const Port& port, CUdeviceptr address) {
-      if (port.is_there && !context->setTensorAddress(port.name.c_str(), pointer(address)))
-        engine_.fail_call("setTensorAddress(\"" + port.name + "\")");
-    };
-    const Ports& ports = engine_.ports();
-    for (size_t i = 0; i < ports.inputs.size(); ++i) set(ports.inputs[i], input(i));
-    for (size_t i = 0; i < ports.outputs.size(); ++i) set(ports.outputs[i], output(i));
-    return context;
-  }
-
-  static void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
-
-  void set_shapes(nvinfer1::IExecutionContext& context, const PassKey& key) {
-    for (const Port& port : engine_.ports().inputs)
-      if (!context.setInputShape(port.name.c_str(), dims_of(port, key.tokens, key.cached, key.rows)))
-        engine_.fail_call("setInputShape(\"" + port.name + "\")");
-  }
-
-  // The pass's inputs, in the memory that the device copies them from. Surplus rows score row 0's place again.
-  void fill_staging(const dlm_pass& pass, int32_t rows) {
-    const auto put = [&](Staged part, const int64_t* from, int32_t count) {
-      std::memcpy(staging_.host(staging_offsets_[part]), from, static_cast<size_t>(count) * sizeof *from);
-    };
-    put(kStagedIds, pass.input_ids, pass.tokens);
-    put(kStagedPositions, pass.position_ids, pass.tokens);
-    put(kStagedRows, pass.score_rows, pass.rows);
-    auto* const scored = reinterpret_cast<int64_t*>(staging_.host(staging_offsets_[kStagedRows]));
-    std::fill(scored + pass.rows, scored + rows, scored[0]);
-  }
-
-  // Everything that a pass does on the stream, so that one graph holds it.
-  void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
-    const auto tokens = static_cast<size_t>(key.tokens), rows = static_cast<size_t>(key.rows);
-    const auto candidates = rows * static_cast<size_t>(engine_.graph().top_k);
-    const auto put = [&](Staged part, size_t port, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyHtoDAsync(input(port), staging_.host(staging_offsets_[part]), bytes, stream_.get()),
-                  "cuMemcpyHtoDAsync");
-    };
-    const auto take = [&](Staged part, Output port, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyDtoHAsync(staging_.host(staging_offsets_[part]), output(port), bytes, stream_.get()),
-                  "cuMemcpyDtoHAsync");
-    };
-    put(kStagedIds, 0, tokens * sizeof(int64_t));
-    put(kStagedPositions, 1, tokens * sizeof(int64_t));
-    put(kStagedRows, 2, rows * sizeof(int64_t));
-    if (!context.enqueueV3(stream_.get())) engine_.fail_call("enqueueV3");
-    take(kStagedTokens, kTopToken, candidates * sizeof(int32_t));
-    take(kStagedProbs, kTopProb, candidates * sizeof(float));
-    if (has_entropy()) take(kStagedEntropy, kEntropy, rows * sizeof(float));
-  }
-
-  void launch(const PassKey& key) {
-    for (auto known = repeated_.begin(); known != repeated_.end(); ++known) {
-      if (!(known->key == key)) continue;
-      repeated_.splice(repeated_.begin(), repeated_, known);  // the one that goes first is the one not seen for longest
-      if (known->graph != nullptr) {
-        cuda_.check(cuda_.cuGraphLaunch(known->graph.get(), stream_.get()), "cuGraphLaunch");
-      } else if (known->context != nullptr) {
-        enqueue(*known->context, key);
-      } else {
-        repeat(*known);
-      }
-      return;
-    }
-    set_shapes(*any_size_[key.profile], key);
-    enqueue(*any_size_[key.profile], key);
-    if (repeated_.size() == kMostRepeated) repeated_.pop_back();
-    repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
-  }
-
-  // The second time. A context's first pass of new shapes does work that must not be captured, so it runs as it is.
-  void repeat(Repeated& known) {
-    auto context = create_context(known.key.profile);
-    set_shapes(*context, known.key);
-    enqueue(*context, known.key);
-    known.context = std::move(context);
-    capture(known);
-  }
-
-  // Leaves known.graph empty where a pass cannot be captured: it then runs without, and gives the same.
-  void capture(Repeated& known) {
-    // Other threads' calls are none of this capture's business.
-    if (cuda_.cuStreamBeginCapture(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) != CUDA_SUCCESS) return;
-    bool is_whole = true;
-    try {
-      enqueue(*known.context, known.key);
-    } catch (...) {  // whatever it was, the capture has to be ended
-      is_whole = false;
-    }
-    CUgraph captured = nullptr;
-    const CUresult ended = cuda_.cuStreamEndCapture(stream_.get(), &captured);
-    const CudaGraph graph(captured, CudaDelete{&cuda_});
-    CUgraphExec ready = nullptr;
-    if (ended != CUDA_SUCCESS || !is_whole || captured == nullptr) return;
-    if (cuda_.cuGraphInstantiateWithFlags(&ready, captured, 0) == CUDA_SUCCESS) known.graph.reset(ready);
-  }
-
-  TensorRt& engine_;
-  const Cuda& cuda_;
-  CudaStream stream_;  // freed last
-  const std::vector<size_t> offsets_, staging_offsets_;
-  const CudaMemory memory_, staging_;
-  std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // by profile
-  std::list<Repeated> repeated_;                              // last used first
-  int32_t kept_ = 0;                                          // rows a head in past: of all positions outside hole_
-  Range hole_{0, 0}, written_{0, 0};                          // written_: the positions that present's rows are of
-};
-
-class TensorRtContext final : public Context {
- public:
-  explicit TensorRtContext(TensorRt& engine) : device_(engine.device()) {
-    const CudaDevice::Use use(device_);
-    session_ = std::make_unique<Session>(engine);
-  }
-  ~TensorRtContext() override {
-    const CudaDevice::Use use(device_, std::nothrow);
-    session_.reset();
-  }
-  TensorRtContext(const TensorRtContext&) = delete;
-  TensorRtContext& operator=(const TensorRtContext&) = delete;
-
-  void run(const dlm_pass& pass, CacheUse use_of_cache) override {
-    const CudaDevice::Use use(device_);
-    session_->run(pass, use_of_cache);
-  }
-  void keep_outside(int32_t first, int32_t last) override {
-    const CudaDevice::Use use(device_);
-    session_->keep_outside(first, last);
-  }
-  uint64_t cache_bytes() const override { return session_->cache_bytes(); }
-
- private:
-  const CudaDevice& device_;
-  std::unique_ptr<Session> session_;
-};
-
-std::unique_ptr<Context> TensorRt::open_context() { return std::make_unique<TensorRtContext>(*this); }
-
-}  // namespace
+namespace dlm {
 
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
                                       const std::string& library) {
-  return std::make_unique<TensorRt>(graph, engines, library);
+  return std::make_unique<trt::TensorRt>(graph, engines, library);
 }
 
 }  // namespace dlm
