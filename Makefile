@@ -16,7 +16,7 @@ NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
 
-build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(wildcard exporter/dlm_export/*.py)
+build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(wildcard exporter/dlm_export/*.py exporter/dlm_export/*/*.py)
 	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
 
 test: lint

@@ -20,7 +20,7 @@ from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_calibration.states import MASK_RATIOS, State
 from dlm_export import bundle as bundle_files
 from dlm_export import families, graph, targets
-from dlm_export.checkpoints.folder import CheckpointError
+from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.families.base import Overrides
 from dlm_export.graph import functions, fuse, quantise, trace, widen, write
 from dlm_export.judging import accuracy, auto, verify
@@ -43,13 +43,6 @@ from dlm_runtime.errors import DlmError, RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
 
-STORED_FORMATS = {
-    "FP8": "fp8",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
-    "NVFP4": "nvfp4",
-    "W4A16_NVFP4": "nvfp4-weight",
-}
-"""modelopt's algorithms as layer formats of recipes."""
 FITTED = 4  # times as many samples as are judged by: a threshold moves single answers
 
 
@@ -556,7 +549,7 @@ def stored_recipe(source: Source) -> Recipe:
     quantised = source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
     if not quantised:
         raise CheckpointError(f"{source.path}: not a pre-quantised checkpoint; choose a precision to quantise it to")
-    layers = tuple((name.removesuffix(".weight"), STORED_FORMATS[algorithm]) for name, algorithm in quantised.items())
+    layers = tuple((name.removesuffix(".weight"), ALGORITHMS[algorithm]) for name, algorithm in quantised.items())
     return Recipe(STORED, layers)
 
 

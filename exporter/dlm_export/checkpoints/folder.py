@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dlm_calibration.recipes import FORMATS
 from dlm_runtime.errors import DlmError
 
 CONFIG_LIMIT_BYTES = 64 << 20  # tokenizer_config.json with a large added vocabulary stays under 2 MiB
@@ -138,10 +139,17 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-FORMATS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4"}
-"""The modelopt algorithms that are read -> how their weights are stored; the others scale, pack or split them differently."""
+ALGORITHMS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4-weight"}
+"""modelopt's algorithms that are read -> the layer format of recipes; the others scale, pack or split weights differently."""
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16
+
+
+def weight_format(algorithm: str) -> str:
+    """What an algorithm of ``ALGORITHMS`` stores weights in: fp8 or nvfp4."""
+    found = FORMATS[ALGORITHMS[algorithm]].weights
+    assert found is not None, algorithm
+    return found
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
     if embedded is not None and embedded.get("quant_method") != "modelopt":
         raise CheckpointError(
             f"{config.path}: quantised by {reprlib.repr(embedded.get('quant_method'))}, which is not read; only modelopt's "
-            f"{', '.join(FORMATS)} are. Use the checkpoint that is not quantised."
+            f"{', '.join(ALGORITHMS)} are. Use the checkpoint that is not quantised."
         )
     path = folder / QUANTISATION_FILE
     if path.is_file():
@@ -229,13 +237,13 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
 
 def _known_algorithm(path: Path, values: dict[str, Any], where: str) -> str:
     algorithm = values.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in FORMATS:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"{path}: quant_algo{where} is {reprlib.repr(algorithm)}, which is not read; {', '.join(FORMATS)} are. "
+            f"{path}: quant_algo{where} is {reprlib.repr(algorithm)}, which is not read; {', '.join(ALGORITHMS)} are. "
             "Use the checkpoint that is not quantised."
         )
     group_size = values.get("group_size")
-    if FORMATS[algorithm] == "nvfp4" and group_size not in (None, _NVFP4_GROUP_SIZE):
+    if weight_format(algorithm) == "nvfp4" and group_size not in (None, _NVFP4_GROUP_SIZE):
         raise CheckpointError(
             f"{path}: group_size{where} is {reprlib.repr(group_size)}; {algorithm} has groups of {_NVFP4_GROUP_SIZE}"
         )

@@ -10,7 +10,7 @@ import torch
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
-from dlm_export.checkpoints.folder import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
 from dlm_export.families.base import Parameters, Piece, Source
 from dlm_export.memory import give_back
@@ -162,7 +162,7 @@ class Weights:
         return [
             f"{self.sources[parameter].whole} has {self.shapes[parameter][0]} inputs"
             for parameter, algorithm in self.quantised.items()
-            if FORMATS[algorithm] == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
+            if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
         ]
 
     def _note(self, cache: list[str]) -> None:
