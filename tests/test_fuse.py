@@ -14,8 +14,9 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from engine_bundles import SMALL, gpu_bundle, trace_once
+from engine_bundles import SMALL, gpu_bundle
 from onnx.reference import ReferenceEvaluator
+from traces import trace_once
 
 from dlm_export import families, graph
 from dlm_export.build import build
@@ -38,7 +39,6 @@ def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
         def make(family: str, precision: str, is_fused: bool) -> Path:
             output = Path(folder) / f"{family}-{precision}-{is_fused}"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(trace, "trace_pass", trace_once)
                 if not is_fused:
                     patch.setattr(fuse, "fuse", lambda traced: None)
                 build(checkpoints[family], output, precision=precision, check_parity=False, options=SMALL)
