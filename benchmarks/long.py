@@ -53,7 +53,7 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
     from dlm_export.planning.bench import peak_rss_bytes
 
     with dlm_runtime.open(path, threads=threads, check_hashes=False) as bundle:
-        d = json.loads((path / "manifest.json").read_text())["denoiser"]
+        d = json.loads((path / "manifest.json").read_text())["network"]
         policy = bundle.policy("llada", cache="dual", block_length=BLOCK_LENGTH, steps_per_block=PASSES_PER_BLOCK, stop="none")
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - NEW_TOKENS)]
         seconds, opened = [], peak_rss_bytes()

@@ -142,7 +142,7 @@ def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch
 @pytest.mark.usefixtures("known_machine")
 def test_limits_are_those_of_the_counted_work(llada_bundle: Path) -> None:
     result = json.loads(invoke(llada_bundle, *SMALL, "--json").stdout)
-    denoiser = json.loads((llada_bundle / "manifest.json").read_text())["denoiser"]
+    denoiser = json.loads((llada_bundle / "manifest.json").read_text())["network"]
     work = work_of(denoiser, {}, 4, 8, 3)
     assert result["passes"][0]["limit_ms"] == pytest.approx(limit_s(work, MACHINE.rates()) * 1e3)
     assert result["roofline"]["fp32_macs_per_s"] == 1e9
@@ -241,7 +241,7 @@ def test_formats_that_a_cpu_only_simulates_count_as_full_precision(llada_bundle:
     assert bench._work(manifest, size) == full
     manifest["precision"]["layers"]["blocks.0.mlp.gate"] = "int8-dynamic"
     assert bench._work(manifest, size).macs["layers.int8"] == 4 * 64 * 96
-    manifest["graph"]["cache_dtype"] = "float16"
+    manifest["loop"]["graph"]["cache_dtype"] = "float16"
     assert bench._work(manifest, size).cache_bytes == full.cache_bytes // 2
 
 

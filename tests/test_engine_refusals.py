@@ -131,7 +131,7 @@ def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path:
         "build", llada_checkpoint, "--target", "thor", "--precision", "fp16", "--plain-graph", "--no-verify", "-o", out
     )
     assert done.exit_code == 0, done.output
-    assert read_manifest(out)["graph"]["opset"] == PLAIN_OPSET
+    assert read_manifest(out)["opset"] == PLAIN_OPSET
 
 
 # ---- Memory ----
@@ -173,7 +173,7 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
     out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
-    denoiser = read_manifest(bundle)["denoiser"]
+    denoiser = read_manifest(bundle)["network"]
     needed = estimate.estimate(denoiser, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
     _with_memory(monkeypatch, "thor", needed)
     _with_memory(monkeypatch, "h100", needed)

@@ -1,6 +1,6 @@
-"""Writing a bundle: manifest.json (schema version 1), its files with sizes and hashes, and the atomic move into place.
+"""A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes, the atomic move into place.
 
-The native runtime is the only reader. The format is in README and, for machines, in ``manifest.schema.json``.
+The format is in README and, for machines, in ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -17,62 +17,60 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dlm_runtime
 from dlm_runtime.errors import DlmError
+from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
     from dlm_export.network.denoiser import NetworkSpec
 
-SCHEMA_VERSION = 1
-MANIFEST_FILE = "manifest.json"
+SCHEMA_VERSION = 2
 
 
 class OutputError(DlmError):
     """The bundle cannot be written where it was asked for."""
 
 
+def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
+    """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size only. Raises BundleError."""
+    with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
+        manifest = opened.manifest
+    check_manifest(manifest, folder)
+    return manifest
+
+
 def make_manifest(
     network: NetworkSpec,
     *,
+    graph: dict[str, Any],
+    opset: int,
     precision: dict[str, Any],
     targets: list[str],
-    graph: dict[str, Any],
     presets: dict[str, Policy],
     default_preset: str,
     tokenizer: str | None,
     chat_template: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The manifest without its ``files``, which ``finish`` adds."""
+    """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s."""
     c = network
     return {
         "schema_version": SCHEMA_VERSION,
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
-        "family": c.family,
-        "architecture": c.architecture,
-        "denoiser": {
+        "loop": {
             "vocab_size": c.vocab_size,
-            "hidden_size": c.hidden_size,
-            "layers": c.layers,
-            "heads": c.heads,
-            "kv_heads": c.kv_heads,
-            "head_size": c.head_size,
-            "mlp_size": c.mlp_size,
-            "parameters": c.parameter_count(),
+            "mask_token_id": c.mask_token_id,
+            "eos_token_ids": list(c.eos_token_ids),
             "max_canvas_length": c.max_canvas_length,
-            "attention": c.attention,
-            "noise": c.noise,
             "shift": c.shift,
-            "rope_theta": c.rope_theta,
-            "norm_eps": c.norm_eps,
-            "qkv_bias": c.qkv_bias,
-            "tied_head": c.tied_head,
+            "graph": graph,
+            "presets": {name: policy.as_dict() for name, policy in presets.items()},
+            "default_preset": default_preset,
         },
-        "tokens": {"mask": c.mask_token_id, "eos": list(c.eos_token_ids), "pad": c.pad_token_id},
-        "graph": graph,
+        "network": c.as_dict() | {"parameters": c.parameter_count()},
+        "opset": opset,
         "precision": precision,
         "targets": targets,
-        "presets": {name: policy.as_dict() for name, policy in presets.items()},
-        "default_preset": default_preset,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
     }
@@ -158,7 +156,9 @@ def _is_bundle(folder: Path) -> bool:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(manifest, dict) and {"schema_version", "denoiser", "files"} <= manifest.keys()
+    if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
+        return False
+    return "loop" in manifest or "denoiser" in manifest  # of schema 1: it is what --force builds again
 
 
 def _move(staging: Path, output: Path) -> None:

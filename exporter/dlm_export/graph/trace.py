@@ -107,17 +107,25 @@ def output_names(layers: int) -> list[str]:
     return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
 
 
-def describe(network: NetworkSpec, precision: str, *, for_device: bool = False, is_plain: bool = False) -> dict[str, Any]:
-    """What the manifest says of the graph; ``for_device``: that there is a device graph too."""
-    layers = network.layers
+def cache_shapes(network: NetworkSpec) -> list[tuple[int, int]]:
+    """Key and value heads and the size of one, by layer."""
+    return [(network.kv_heads, network.head_size)] * network.layers
+
+
+def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_device: bool = False) -> dict[str, Any]:
+    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a device graph too."""
+    kinds = ("past_key", "past_value", "present_key", "present_value")
+    layers = [
+        {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
+        for i, (kv_heads, head_size) in enumerate(cache_shapes(network))
+    ]
     return {
         "file": GRAPH_FILE,
         **({"device_file": DEVICE_FILE} if for_device else {}),
-        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
-        "opset": PLAIN_OPSET if is_plain else OPSET,
+        "simulated": is_simulated,
         "top_k": TOP_K,
-        "inputs": input_names(layers),
-        "outputs": output_names(layers),
+        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
+        "ports": {name: name for name in (*input_names(0), *output_names(0))} | {"layers": layers},
     }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 
 FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
-CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's graph.cache_dtype
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's loop.graph.cache_dtype
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rates:
 def layer_shapes(denoiser: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Module path -> ``(inputs, outputs)`` of every matrix that a row passes, the head (tied or not) last.
 
-    ``denoiser`` is the manifest's section of that name, or ``NetworkSpec.as_dict()``.
+    ``denoiser`` is the manifest's ``network``, or ``NetworkSpec.as_dict()``.
     """
     hidden, mlp = denoiser["hidden_size"], denoiser["mlp_size"]
     queries, keys = denoiser["heads"] * denoiser["head_size"], denoiser["kv_heads"] * denoiser["head_size"]

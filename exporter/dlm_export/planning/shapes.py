@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_export.bundle import read_manifest
 from dlm_export.planning.roofline import layer_shapes
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError
@@ -27,7 +28,7 @@ class ShapeError(DlmError):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A denoiser's sizes, as a manifest's ``denoiser`` has them; ``max_canvas_length`` None has no longest canvas.
+    """A denoiser's sizes, as a manifest's ``network`` has them; ``max_canvas_length`` None has no longest canvas.
 
     ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and bundles in full precision.
     ``presets``: name -> fields of ``Policy``.
@@ -84,13 +85,10 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], Mapping[str, Any]])
     if not (path / "manifest.json").is_file():
         denoiser = read_checkpoint(path)
         return Shape(path.name, denoiser, denoiser["max_canvas_length"], _published())
-    import dlm_runtime
-
-    with dlm_runtime.open(path, engine="none") as bundle:
-        manifest = bundle.manifest
-    denoiser, precision = manifest["denoiser"], manifest["precision"]
-    longest, presets = denoiser["max_canvas_length"], manifest["presets"]
-    return Shape(path.name, denoiser, longest, presets, precision["name"], precision.get("layers"))
+    manifest = read_manifest(path)
+    loop, precision = manifest["loop"], manifest["precision"]
+    presets, layers = loop["presets"], precision.get("layers")
+    return Shape(path.name, manifest["network"], loop["max_canvas_length"], presets, precision["name"], layers)
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,40 @@ FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is i
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave: the manifest's entry, seconds, and warnings for people."""
+    """What a build gave: the manifest's entries of the engine (``loop.engines``, ``audits``), seconds, warnings for people."""
 
     target: str
     entry: dict[str, Any]
+    audit: dict[str, Any]
     seconds: float
     warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.entry | {"audit": self.audit, "seconds": self.seconds}
+
+
+def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
+    """The manifest with an engine in it, in place of the target's old one; ``files`` stays as it is."""
+    loop, audits = manifest["loop"], manifest.get("audits", {})
+    engines = loop.get("engines", {}) | {built.target: built.entry}
+    return {**manifest, "loop": loop | {"engines": engines}, "audits": audits | {built.target: built.audit}}
+
+
+def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
+    """The manifest without a target's engine; ``files`` stays as it is."""
+
+    def others(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: entry for name, entry in entries.items() if name != target}
+
+    loop, audits = manifest["loop"], manifest.get("audits", {})
+    return {**manifest, "loop": loop | {"engines": others(loop["engines"])}, "audits": others(audits)}
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
     """EngineError if there is nothing to build for ``target`` from."""
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
-    if "device_file" not in manifest["graph"]:
+    if "device_file" not in manifest["loop"]["graph"]:
         raise EngineError(
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
@@ -67,12 +88,13 @@ def build_engine(
     """
     progress = progress or Silent()
     check_device_graph(folder, manifest, target)
-    graph = manifest["graph"]["device_file"]
-    default = manifest["presets"][manifest["default_preset"]]
-    limits = limits_of(manifest["denoiser"], default["block_length"], options)
-    weights = _weights_file(manifest)
+    loop = manifest["loop"]
+    judged, graph = loop["graph"]["file"], loop["graph"]["device_file"]
+    default = loop["presets"][loop["default_preset"]]
+    limits = limits_of(manifest["network"], default["block_length"], options)
+    weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
-    found = check_memory(manifest["denoiser"], target, expected_bytes, limits, on_host=True)
+    found = check_memory(manifest["network"], target, expected_bytes, limits, on_host=True)
     began = time.perf_counter()
     trt = builder.module
     logger = _logger(trt.ILogger)
@@ -83,15 +105,14 @@ def build_engine(
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
     table = audit.network_table(network)
-    asked = manifest["precision"].get("layers") or dict.fromkeys(_layers(manifest), manifest["graph"]["cache_dtype"])
+    asked = manifest["precision"].get("layers") or dict.fromkeys(_layers(manifest), loop["graph"]["cache_dtype"])
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(trt, trt_builder, network, manifest, builder, limits, options)
+    config = _make_config(trt, trt_builder, network, loop["graph"]["ports"], builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
     _raise_logged(logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", succeeded)
     audit.check_size(output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback)
     method = "network"
-    device_bytes = found.device
     if builder.kind == TENSORRT:
         method = "inspector"
         engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
@@ -106,16 +127,20 @@ def build_engine(
         "builder": builder.kind,
         "version": trt.__version__,
         "sm": list(builder.sms),
-        "graph": {
-            "judged": files[manifest["graph"]["file"]]["sha256"],
+        "built_from": {
+            "judged": files[judged]["sha256"],
             "device": files[graph]["sha256"],
             "weights": files[weights]["sha256"],
         },
         "profiles": limits.profiles(),
-        "audit": {"method": method, "layers": table, "fallbacks": audit.fallbacks(table, asked)},
-        "device_bytes": device_bytes,
     }
-    return Built(target.name, entry | {"seal": seal(entry)}, round(time.perf_counter() - began, 3), logger.shown)
+    audited = {
+        "method": method,
+        "layers": table,
+        "fallbacks": audit.fallbacks(table, asked),
+        "device_bytes": found.device,
+    }
+    return Built(target.name, entry | {"seal": seal(entry)}, audited, round(time.perf_counter() - began, 3), logger.shown)
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
@@ -162,13 +187,9 @@ def seal(entry: Mapping[str, Any]) -> str:
 
 def _layers(manifest: Mapping[str, Any]) -> list[str]:
     """Module paths of the denoiser's matrix multiplications by weights of their own."""
-    d = manifest["denoiser"]
+    d = manifest["network"]
     each = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
     return [f"blocks.{i}.{name}" for i in range(d["layers"]) for name in each] + ([] if d["tied_head"] else ["head"])
-
-
-def _weights_file(manifest: Mapping[str, Any]) -> str:
-    return f"{manifest['graph']['file']}.data"
 
 
 def _network_flags(trt: Any) -> int:
@@ -217,7 +238,7 @@ def _make_config(
     trt: Any,
     trt_builder: Any,
     network: Any,
-    manifest: Mapping[str, Any],
+    ports: Mapping[str, Any],
     builder: Builder,
     limits: Limits,
     options: EngineOptions,
@@ -233,15 +254,14 @@ def _make_config(
     if options.timing_cache is not None:
         known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
         config.set_timing_cache(config.create_timing_cache(known), False)
-    d = manifest["denoiser"]
     for ranges in limits.profiles().values():
         profile = trt_builder.create_optimization_profile()
-        for i in range(network.num_inputs):
-            name = network.get_input(i).name
-            of = {"input_ids": "tokens", "position_ids": "tokens", "score_rows": "rows"}.get(name, "cached")
-            cache = (d["kv_heads"],), (d["head_size"],)
-            before, behind = cache if of == "cached" else ((), ())
-            profile.set_shape(name, *((1, *before, size, *behind) for size in ranges[of]))
+        for port, of in (("input_ids", "tokens"), ("position_ids", "tokens"), ("score_rows", "rows")):
+            profile.set_shape(ports[port], *((1, size) for size in ranges[of]))
+        for layer in ports["layers"]:
+            shapes = [(1, layer["kv_heads"], size, layer["head_size"]) for size in ranges["cached"]]
+            for port in ("past_key", "past_value"):
+                profile.set_shape(layer[port], *shapes)
         if config.add_optimization_profile(profile) < 0:
             raise BuilderError(f"TensorRT {trt.__version__} refuses the profile {ranges}")
     return config
