@@ -60,7 +60,7 @@ class Native(Contestant):
         import dlm_runtime
 
         self.bundle = dlm_runtime.open(bundle_of(size, precision), threads=threads, check_hashes=False)
-        graph = self.bundle.manifest["graph"]["file"]
+        graph = self.bundle.manifest["loop"]["graph"]["file"]
         entries = self.bundle.manifest["files"]
         self.weights_bytes = sum(entry["bytes"] for name, entry in entries.items() if name in (graph, f"{graph}.data"))
 

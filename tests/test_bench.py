@@ -241,7 +241,7 @@ def test_formats_that_a_cpu_only_simulates_count_as_full_precision(llada_bundle:
     assert bench._work(manifest, size) == full
     manifest["precision"]["layers"]["blocks.0.mlp.gate"] = "int8-dynamic"
     assert bench._work(manifest, size).macs["layers.int8"] == 4 * 64 * 96
-    manifest["graph"]["cache_dtype"] = "float16"
+    manifest["loop"]["graph"]["cache_dtype"] = "float16"
     assert bench._work(manifest, size).cache_bytes == full.cache_bytes // 2
 
 

@@ -123,7 +123,7 @@ def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path:
         "build", llada_checkpoint, "--target", "thor", "--precision", "fp16", "--plain-graph", "--no-verify", "-o", out
     )
     assert done.exit_code == 0, done.output
-    assert read_manifest(out)["graph"]["opset"] == PLAIN_OPSET
+    assert read_manifest(out)["opset"] == PLAIN_OPSET
 
 
 # ---- Memory ----

@@ -80,10 +80,12 @@ def _evaluator(bundle: Path) -> ReferenceEvaluator:
 
 def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.ndarray]:
     """One full pass of the graph."""
-    denoiser = read_manifest(bundle)["denoiser"]
-    cache = np.zeros((1, denoiser["kv_heads"], 0, denoiser["head_size"]), np.float32)
+    layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
     feeds = {"input_ids": np.array([tokens]), "position_ids": np.arange(len(tokens))[None], "score_rows": np.array([rows])}
-    return feeds | {f"past_{kind}.{i}": cache for i in range(denoiser["layers"]) for kind in ("key", "value")}
+    for layer in layers:
+        cache = np.zeros((1, layer["kv_heads"], 0, layer["head_size"]), np.float32)
+        feeds |= {layer["past_key"]: cache, layer["past_value"]: cache}
+    return feeds
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:

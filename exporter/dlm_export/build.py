@@ -85,7 +85,7 @@ class BuildReport:
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
             "threshold": None if self.threshold is None else self.threshold.as_dict(),
             "curve": [point.as_dict() for point in self.curve],
-            "engines": {built.target: built.entry | {"seconds": built.seconds} for built in self.engines},
+            "engines": {built.target: built.as_dict() for built in self.engines},
             "deferred_engines": self.deferred,
         }
 
@@ -245,9 +245,10 @@ class _Build:
             del traced, device
             self.manifest = bundle_files.make_manifest(
                 c,
+                graph=trace.describe(c, self.base, is_simulated=self.is_simulated(done), for_device=self.on_gpu),
+                opset=graph.PLAIN_OPSET if self.is_plain else graph.OPSET,
                 precision=self.precision_record(done),
                 targets=[target.name for target in self.targets],
-                graph=trace.describe(c, self.base, for_device=self.on_gpu, is_plain=self.is_plain),
                 presets=self.presets,
                 default_preset=source.default_preset,
                 tokenizer=None if source.text.tokenizer is None else "tokenizer.json",
@@ -305,7 +306,7 @@ class _Build:
             self.report.engines.append(built)
             self.report.warnings += [f"TensorRT, {target.name}: {warning}" for warning in built.warnings]
             self.report.stages_s[f"build engine {target.name}"] = built.seconds
-            self.manifest.setdefault("engines", {})[target.name] = built.entry
+            self.manifest = engine.with_engine(self.manifest, built)
 
     def write_text(self) -> dict[str, Any] | None:
         """Tokenizer and chat template into the folder; what the manifest says of the template."""
@@ -421,18 +422,21 @@ class _Build:
 
         return read
 
+    def is_simulated(self, done: calibrate.Quantisation | None) -> bool:
+        """Whether the CPU computes in floating point on quantised values, exactly as the graph is written."""
+        if done is None:
+            return False
+        # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers another way.
+        return self.on_gpu or any(FORMATS[name].is_simulated_on_cpu for name in done.formats.values())
+
     def precision_record(self, done: calibrate.Quantisation | None) -> dict[str, Any]:
         """What the manifest says of the precision."""
         if done is None:
             self.report.precision = self.precision
-            return {"name": self.precision, "simulated": False}
-        chosen = [FORMATS[name] for name in done.formats.values()]
-        # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers another way.
-        is_simulated = self.on_gpu or any(layer.is_simulated_on_cpu for layer in chosen)
-        self.report.precision, self.report.simulated = done.recipe.name, is_simulated
+            return {"name": self.precision}
+        self.report.precision, self.report.simulated = done.recipe.name, self.is_simulated(done)
         return {
             "name": done.recipe.name,
-            "simulated": is_simulated,
             **done.summary(),
             "calibration": self.provenance,
             "threshold": None,
@@ -489,7 +493,7 @@ class _Build:
         self.report.judgement, self.report.threshold = judgement, fitted
         if fitted.reached:
             changed = self.presets[self.preset].with_fields({"threshold": fitted.refitted.threshold})
-            self.manifest["presets"][self.preset] = changed.as_dict()
+            self.manifest["loop"]["presets"][self.preset] = changed.as_dict()
         self.manifest["precision"]["threshold"] = fitted.as_dict()
         return {
             "judgement": judgement.as_dict(),

@@ -21,6 +21,7 @@ import numpy as np
 
 from dlm_runtime import _native
 from dlm_runtime.errors import RequestError
+from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
 
@@ -108,10 +109,10 @@ class Bundle:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The bundle's tokenizer, None if it takes token ids only. Raises BundleError for a damaged one."""
-        name, chat = self.manifest.get("tokenizer"), self.manifest.get("chat_template")
-        if self._tokenizer is None and self._folder is not None and name is not None:
-            template = None if chat is None else self._folder / chat["file"]
-            self._tokenizer = Tokenizer.from_files(self._folder / name, template, chat["special_tokens"] if chat else None)
+        if self._tokenizer is None and self._folder is not None:
+            files = text_files(self.manifest, self._folder)
+            if files.tokenizer is not None:
+                self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens)
         return self._tokenizer
 
     def __enter__(self) -> Bundle:
@@ -439,7 +440,7 @@ def open(
     if engine == "auto":
         # The library has to be found before the engine is opened, so which one it will be is asked first.
         with _open(path, "none", None, threads, False) as looked_at:
-            engine = "tensorrt" if "device_file" in looked_at.manifest["graph"] else "onnxruntime"
+            engine = "tensorrt" if "device_file" in looked_at.manifest["loop"]["graph"] else "onnxruntime"
     if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):

@@ -120,10 +120,9 @@ def inspect(checkpoint: Path, mask_token_id: int | None, max_canvas_length: int 
     Example: dlm-export inspect examples/demo-denoiser
     """
     if (checkpoint / "manifest.json").is_file():
-        import dlm_runtime
+        from dlm_export.bundle import read_manifest
 
-        with dlm_runtime.open(checkpoint, engine="none") as bundle:
-            manifest = bundle.manifest
+        manifest = read_manifest(checkpoint)
         print_json(manifest) if as_json else print_bundle(str(checkpoint), manifest)
         return
     from dlm_export import families
@@ -441,7 +440,7 @@ def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, 
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
-    import dlm_runtime
+    from dlm_export.bundle import read_manifest
     from dlm_export.targets import find_all
     from dlm_export.tensorrt.bundled import add_engine, remove_engine
 
@@ -449,8 +448,7 @@ def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, 
         _refuse(values, tuple(values), "is for building engines; --remove takes one out")
     told = {}
     for device in find_all(_names(target)):
-        with dlm_runtime.open(bundle, engine="none") as opened:
-            manifest = opened.manifest
+        manifest = read_manifest(bundle)
         if remove:
             size = remove_engine(bundle, manifest, device)
             told[device.name] = {"removed_bytes": size}
@@ -461,7 +459,7 @@ def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, 
             built = add_engine(bundle, manifest, device, _engine_options(values), force=force, progress=bars)
         for warning in built.warnings:
             _warn(f"TensorRT: {warning}")
-        told[device.name] = built.entry | {"seconds": built.seconds}
+        told[device.name] = built.as_dict()
         if not as_json:
             print_engine(built, (bundle / built.entry["file"]).stat().st_size)
     if as_json:
@@ -498,9 +496,11 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
     from dlm_export import families, graph
     from dlm_export.judging.verify import random_prompts
     from dlm_export.sources import open_source
+    from dlm_runtime.manifest import check_manifest
 
     with dlm_runtime.open(bundle, engine="none") as opened:
         manifest = opened.manifest
+        check_manifest(manifest, bundle)
         overrides = _overrides(opened.mask_token_id, opened.max_canvas_length)
         source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
         builder.check_same_denoiser(bundle, manifest, source.network)
@@ -510,7 +510,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
             return
         why = "is for quantised bundles; parity has tolerances of its own"
         _refuse(values, (*_BUDGETS, "data", "calib_preset", "report"), why)
-        presets = {name: opened.policy(name) for name in manifest["presets"]}
+        presets = {name: opened.policy(name) for name in manifest["loop"]["presets"]}
         count, prompts = values["count"], values["prompts"]
         chosen = (
             random_prompts(source.network, count, values["seed"]) if prompts is None else _read_prompts(prompts, opened, count)

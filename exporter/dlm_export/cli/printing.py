@@ -120,45 +120,50 @@ def print_bundle(folder: str, manifest: Mapping[str, Any]) -> None:
     """What a bundle is: denoiser, precision, files, engines."""
     from dlm_export.targets import sm_text
 
-    click.echo(f"{folder}: a bundle of {manifest['architecture']}, {manifest['denoiser']['parameters']:,} parameters")
-    cache = manifest["graph"]["cache_dtype"]
+    loop, audits = manifest["loop"], manifest.get("audits", {})
+    click.echo(f"{folder}: a bundle of {manifest['network']['architecture']}, {manifest['network']['parameters']:,} parameters")
+    cache = loop["graph"]["cache_dtype"]
     click.echo(f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache")
-    click.echo(f"presets: {', '.join(manifest['presets'])}; default {manifest['default_preset']}")
+    click.echo(f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}")
     print_table("Files", ["", "size"], [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()])
     rows = [
         [
             name,
             ", ".join(sm_text(sm) for sm in entry["sm"]),
             f"{entry['builder']} {entry['version']}",
-            ", ".join(f"{count} {held}" for held, count in Counter(entry["audit"]["layers"].values()).items()),
-            str(len(entry["audit"]["fallbacks"])),
-            format_bytes(entry["device_bytes"]),
+            *_audited(audits.get(name)),
         ]
-        for name, entry in manifest.get("engines", {}).items()
+        for name, entry in loop.get("engines", {}).items()
     ]
     if rows:
         print_table("Engines", ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"], rows)
+
+
+def _audited(audit: Mapping[str, Any] | None) -> list[str]:
+    """What an engine's layers are held in, how many are not as asked, and its memory on the device."""
+    if audit is None:
+        return ["-"] * 3
+    held = ", ".join(f"{count} {held}" for held, count in Counter(audit["layers"].values()).items())
+    return [held, str(len(audit["fallbacks"])), format_bytes(audit["device_bytes"])]
 
 
 def print_engine(built: Built, size: int) -> None:
     """An engine's size, builder, profiles, and what its layers are held in."""
     from dlm_export.targets import sm_text
 
-    entry = built.entry
+    entry, audit = built.entry, built.audit
     profiles = [
         [name, *(" ".join(map(str, ranges[axis])) for axis in ("tokens", "cached", "rows"))]
         for name, ranges in entry["profiles"].items()
     ]
     sms = ", ".join(sm_text(sm) for sm in entry["sm"])
     what = f"{entry['file']}: {format_bytes(size)}, {entry['builder']} {entry['version']}, SM {sms}, {built.seconds:.1f} s"
-    click.echo(f"{what}, needs about {format_bytes(entry['device_bytes'])} on the device")
+    click.echo(f"{what}, needs about {format_bytes(audit['device_bytes'])} on the device")
     print_table("Profiles: min, opt, max", ["", "tokens", "cached", "rows"], profiles)
-    held = Counter(_block_left_out(layer, name) for layer, name in entry["audit"]["layers"].items())
+    held = Counter(_block_left_out(layer, name) for layer, name in audit["layers"].items())
     rows = [[layer, name, str(count)] for (layer, name), count in held.items()]
-    print_table(f"Layers as the {entry['audit']['method']} has them", ["layer", "held in", "count"], rows)
-    fallbacks = [
-        f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in entry["audit"]["fallbacks"].items()
-    ]
+    print_table(f"Layers as the {audit['method']} has them", ["layer", "held in", "count"], rows)
+    fallbacks = [f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in audit["fallbacks"].items()]
     for fallback in fallbacks[:LISTED]:
         click.echo(f"Warning: {fallback} (--allow-fallback)", err=True)
     if len(fallbacks) > LISTED:

@@ -81,7 +81,7 @@ class BundlePredictor:
     def __init__(self, bundle: Bundle, name: str) -> None:
         """The bundle must have been opened from a folder: its manifest says how its rows are shifted."""
         self.bundle, self.name = bundle, name
-        self.shift = int(bundle.manifest["denoiser"]["shift"])
+        self.shift = int(bundle.manifest["loop"]["shift"])
         self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
         self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
 

@@ -115,9 +115,16 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
   return canvas;
 }
 
+// What every layer has; 0 where they differ.
+int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::*size) {
+  const int32_t first = cache.front().*size;
+  const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
+  return std::all_of(cache.begin(), cache.end(), same) ? first : 0;
+}
+
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& name, const std::string& library,
                                          int threads) {
-  if (name == "none") return dlm::make_none(manifest.denoiser.cache());
+  if (name == "none") return dlm::make_none(manifest.denoiser.cache);
   if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
     if (manifest.engines.empty())
       dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\" for the CPU",
@@ -306,7 +313,7 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
     check_struct(*denoiser, "dlm_denoiser");
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest.denoiser = dlm::check_denoiser(*denoiser);
-    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache());
+    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache);
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });
@@ -321,11 +328,11 @@ void dlm_bundle_denoiser(const dlm_bundle* bundle, dlm_denoiser* denoiser) {
   denoiser->vocab_size = d.vocab_size;
   denoiser->mask_token_id = d.mask_token_id;
   denoiser->max_canvas_length = d.max_canvas_length;
-  denoiser->layers = d.layers;
-  denoiser->kv_heads = d.kv_heads;
-  denoiser->head_size = d.head_size;
+  denoiser->layers = static_cast<int32_t>(d.cache.size());
+  denoiser->kv_heads = of_all_layers(d.cache, &dlm::CacheLayer::kv_heads);
+  denoiser->head_size = of_all_layers(d.cache, &dlm::CacheLayer::head_size);
   denoiser->top_k = d.top_k;
-  denoiser->kv_element_bytes = d.kv_element_bytes;
+  denoiser->kv_element_bytes = of_all_layers(d.cache, &dlm::CacheLayer::element_bytes);
   denoiser->shift = d.shift;
   denoiser->has_cache = d.has_cache ? 1 : 0;
   denoiser->eos_token_ids = d.eos_token_ids.data();

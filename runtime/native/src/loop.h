@@ -18,11 +18,10 @@ namespace dlm {
 
 // What the loop knows of a denoiser, checked.
 struct Denoiser {
-  int32_t vocab_size, mask_token_id, max_canvas_length, layers, kv_heads, head_size, top_k, kv_element_bytes, shift;
+  int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
+  CacheShape cache;  // at least one layer, and of no use where there is none
   std::vector<int32_t> eos_token_ids;
-
-  CacheShape cache() const { return {layers, kv_heads, head_size, kv_element_bytes}; }
 };
 
 // Inputs and outputs of passes, which outlive a batch, so that the next one of the same size allocates nothing.
