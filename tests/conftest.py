@@ -17,10 +17,10 @@ torch.set_num_threads(1)
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 
 
-def _build(checkpoint: Path, output: Path, **options: object) -> Path:
+def _build(checkpoint: Path, output: Path) -> Path:
     from dlm_export.build import build
 
-    build(checkpoint, output, **options)  # type: ignore[arg-type]
+    build(checkpoint, output)
     return output
 
 

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
-from dlm_export.build import QuantiseOptions, build
+from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.bundle import finish
 from dlm_export.cli import main
 from dlm_export.graph import trace
@@ -64,16 +64,15 @@ def gpu_bundle(
         output = Path(_folders[-1].name) / "bundle"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trace, "trace_pass", trace_once)
-            build(
-                source,
-                output,
-                target=targets,
-                precision=precision,
+            options = BuildOptions(
+                targets,
+                precision,
                 activations=activations,
                 engine=EngineOptions() if engines else None,
                 check_parity=False,
-                options=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
+                quantise=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
             )
+            build(source, output, options)
         _bundles[key] = output
     return _bundles[key]
 
