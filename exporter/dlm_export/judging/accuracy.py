@@ -19,7 +19,7 @@ from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
-from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor
+from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
 from dlm_export.judging.report import write_report
 from dlm_export.judging.threshold import THRESHOLDS, Refit, refit_threshold
 from dlm_export.network.denoiser import Denoiser
@@ -151,6 +151,8 @@ def compare_bundles(
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
+        sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
+        check_comparable(*sides)  # before any data is read
         data = load_data(c, reference, first.tokenizer, options, is_calibrating=False)
         if data.warning:
             warn(data.warning)
@@ -158,17 +160,7 @@ def compare_bundles(
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.preset)
         progress.start("judge", judge_units(samples))
-        result = _judge(
-            BundlePredictor(first, _title(reference, first)),
-            BundlePredictor(second, _title(candidate, second)),
-            samples,
-            c,
-            policy,
-            second,
-            options.seed,
-            None,
-            progress.advance,
-        )
+        result = _judge(*sides, samples, c, policy, second, options.seed, None, progress.advance)
     return replace(result, layers=_known_layers(candidate)).with_budgets(budgets)
 
 
