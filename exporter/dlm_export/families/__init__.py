@@ -1,4 +1,4 @@
-"""Model families: what each released layout is called, and how its tensors become a ``Denoiser``'s.
+"""The families room: a checkpoint with its released names in, a network's description and parameters out.
 
 A family is one file with a ``Family`` record and one line in ``FAMILIES``.
 """
