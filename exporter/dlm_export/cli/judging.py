@@ -57,14 +57,14 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
     import dlm_runtime
     from dlm_export import families, graph
     from dlm_export.families.base import Overrides
-    from dlm_export.judging import verify as parities
+    from dlm_export.judging.verify import check_parity, check_same_denoiser, parity_units, random_prompts, require_parity
     from dlm_export.sources import open_source
 
     with dlm_runtime.open(bundle, engine="none") as opened:
         manifest = opened.manifest
         overrides = Overrides(opened.mask_token_id, opened.max_canvas_length)
         source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
-        parities.check_same_denoiser(bundle, manifest, source.network)
+        check_same_denoiser(bundle, manifest, source.network)
         if manifest["precision"]["name"] not in graph.PRECISIONS:
             refuse(values, ("prompts",), "is for bundles in fp32 or fp16; samples to judge by go into --data")
             _verify_quantised(bundle, source, values)
@@ -74,12 +74,12 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         presets = {name: opened.policy(name) for name in manifest["presets"]}
         count, prompts = values["count"], values["prompts"]
         if prompts is None:
-            chosen = parities.random_prompts(source.network, count, values["seed"])
+            chosen = random_prompts(source.network, count, values["seed"])
         else:
             chosen = _read_prompts(prompts, opened, count)
     with Bars() as bars:
-        bars.start("check parity", parities.parity_units(presets, len(chosen)))
-        parity = parities.check_parity(
+        bars.start("check parity", parity_units(presets, len(chosen)))
+        parity = check_parity(
             bundle,
             source.network,
             lambda: families.load(source.parameters, source.network),
@@ -96,7 +96,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         print_json(parity.as_dict())
     else:
         print_parity(parity)
-    parities.require_parity(parity, str(bundle))
+    require_parity(parity, str(bundle))
 
 
 def _judging(values: dict[str, Any]) -> dict[str, Any]:
