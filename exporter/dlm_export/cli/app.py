@@ -16,6 +16,7 @@ import click
 from dlm_export.cli import building, inspecting, judging, planning, running
 from dlm_runtime.errors import DlmError
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 COMMANDS = (
     inspecting.inspect,
     *(building.build, building.quantize, building.engine),
@@ -50,11 +51,7 @@ class _Group(click.Group):
             ) from err
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=_Group, commands=COMMANDS, context_settings=CONTEXT)
 @click.version_option(package_name="dlm-export")
 def main() -> None:
     """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof of parity."""
-
-
-for _command in COMMANDS:
-    main.add_command(_command)

@@ -57,7 +57,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
     import dlm_runtime
     from dlm_export import families, graph
     from dlm_export.families.base import Overrides
-    from dlm_export.judging import verify as parities
+    from dlm_export.judging.verify import check_parity, check_same_denoiser, parity_units, random_prompts, require_parity
     from dlm_export.sources import open_source
     from dlm_runtime.manifest import check_manifest
 
@@ -66,7 +66,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         check_manifest(manifest, bundle)
         overrides = Overrides(opened.mask_token_id, opened.max_canvas_length)
         source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
-        parities.check_same_denoiser(bundle, manifest, source.network)
+        check_same_denoiser(bundle, manifest, source.network)
         if manifest["precision"]["name"] not in graph.PRECISIONS:
             refuse(values, ("prompts",), "is for bundles in fp32 or fp16; samples to judge by go into --data")
             _verify_quantised(bundle, source, values)
@@ -76,12 +76,12 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         presets = {name: opened.policy(name) for name in manifest["loop"]["presets"]}
         count, prompts = values["count"], values["prompts"]
         if prompts is None:
-            chosen = parities.random_prompts(source.network, count, values["seed"])
+            chosen = random_prompts(source.network, count, values["seed"])
         else:
             chosen = _read_prompts(prompts, opened, count)
     with Bars() as bars:
-        bars.start("check parity", parities.parity_units(presets, len(chosen)))
-        parity = parities.check_parity(
+        bars.start("check parity", parity_units(presets, len(chosen)))
+        parity = check_parity(
             bundle,
             source.network,
             lambda: families.load(source.parameters, source.network),
@@ -98,7 +98,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         print_json(parity.as_dict())
     else:
         print_parity(parity)
-    parities.require_parity(parity, str(bundle))
+    require_parity(parity, str(bundle))
 
 
 def _judging(values: dict[str, Any]) -> dict[str, Any]:

@@ -46,13 +46,7 @@ def _render(bundle: Bundle, event: Event, before: list[int] | None) -> Any:
             canvas.append(_text(bundle, token), COMMITTED)
     masked = event.canvas.count(bundle.mask_token_id)
     status = Text(f"pass {event.nfe}, {event.committed} committed, {masked} masked   ", "bright_black")
-    for name, style in (
-        ("committed", COMMITTED),
-        ("just now", NEW),
-        ("guessed", GUESSED),
-        ("░ masked", MASKED),
-        ("∎ end", COMMITTED),
-    ):
+    for name, style in LEGEND:
         status.append(f"{name}  ", style)
     return Group(canvas, status)
 
