@@ -24,7 +24,7 @@ from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
 
-TEXT_FIELDS = ("select", "score", "commit", "compare", "schedule", "remask", "cache", "stop")
+TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Bundle:
         text = self._library.dlm_bundle_manifest(handle).decode()
         self.manifest: dict[str, Any] = json.loads(text) if text else {}
         info = _native.Denoiser()
-        self._library.dlm_bundle_denoiser(handle, C.byref(info))
+        self._library.dlm_bundle_denoiser_sized(handle, C.byref(info), C.sizeof(info))
         self.vocab_size: int = info.vocab_size
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
@@ -129,8 +129,7 @@ class Bundle:
         self._check_open()
         if self._default_policy is not None and preset is None:
             return self._default_policy.with_fields(changes)
-        native = _native.Policy()
-        self._library.dlm_policy_init(C.byref(native))
+        native = _native.initialised(_native.Policy)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         if preset is not None and not isinstance(preset, str):
             raise RequestError(f"preset = {preset!r} is not a name")
@@ -359,8 +358,7 @@ class _Request:
         max_new_tokens, steps = _count("max_new_tokens", max_new_tokens), _count("steps", steps)
         self.capacity = len(self.given) + max_new_tokens
         self.policy = native_policy(policy)
-        self.options = _native.GenerateOptions()
-        bundle._library.dlm_generate_options_init(C.byref(self.options))
+        self.options = _native.initialised(_native.GenerateOptions)
         self.options.policy = C.pointer(self.policy)
         self.options.max_new_tokens = max_new_tokens
         self.options.steps = steps
@@ -403,8 +401,7 @@ def _token_ids(tokens: Sequence[int]) -> list[int]:
 
 def native_policy(policy: Policy) -> _native.Policy:
     """The C struct of a policy. Raises RequestError for a value of the wrong type."""
-    native = _native.Policy()
-    _native.library().dlm_policy_init(C.byref(native))
+    native = _native.initialised(_native.Policy)
     for field in fields(Policy):
         value = getattr(policy, field.name)
         try:
@@ -453,8 +450,7 @@ def open(
 
 def _open(path: str | Path, engine: str, library: str | Path | None, threads: int, check_hashes: bool) -> Bundle:
     native = _native.library()
-    options = _native.OpenOptions()
-    native.dlm_open_options_init(C.byref(options))
+    options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None
     options.engine_library = None if library is None else os.fsencode(library)
     options.threads = threads

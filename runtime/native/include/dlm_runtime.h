@@ -5,7 +5,13 @@
  * Conventions
  * - Every call that can fail returns dlm_status; results come through the trailing out-pointer, NULL or 0 on failure.
  * - Who creates destroys; destroying NULL is fine. Pointers passed in are borrowed for the call only, except where said.
- * - Structs that the caller fills start with struct_size: set them up with their _init function, then change fields.
+ * - Structs that the caller fills start with struct_size: set them up with their _init function, then change fields. They grow
+ *   at their end alone. A program that was compiled with an older header goes on: what its structs lack has its default, and
+ *   nothing is written behind their end. A struct that is larger than the library knows is refused with INVALID_ARGUMENT: the
+ *   program was compiled with the header of a newer library.
+ * - A function that fills such a struct before its struct_size is known is a macro over one that is told the size, name_sized,
+ *   which bindings in other languages call. The function behind the macro's name fills the struct of the first header of
+ *   DLM_ABI_VERSION 3, for programs that were compiled with that.
  * - Threads: a bundle may be shared by any number of threads; a session belongs to one thread at a time. A bundle must
  *   outlive its sessions.
  * - Nothing is printed, no global is kept, no exception and no exit leaves the library.
@@ -23,7 +29,8 @@ extern "C" {
 
 #define DLM_API __attribute__((visibility("default")))
 
-/* Raised when a struct or a call changes in a way that an older caller would not survive. */
+/* Raised when a struct or a call changes in a way that a program compiled before would not survive. It is not raised when a
+ * struct that starts with struct_size gets a field at its end, or the library a function. */
 #define DLM_ABI_VERSION 3
 DLM_API uint32_t dlm_abi_version(void);
 DLM_API const char *dlm_version(void); /* "0.1.0", static */
@@ -66,6 +73,8 @@ typedef struct dlm_denoiser {
   size_t eos_count;
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser *denoiser);
+DLM_API void dlm_denoiser_init_sized(dlm_denoiser *denoiser, size_t struct_size);
+#define dlm_denoiser_init(denoiser) dlm_denoiser_init_sized(denoiser, sizeof(dlm_denoiser))
 
 /* One pass of the denoiser, over the same positions of B requests that know nothing of each other. The engine reads the const
  * members and fills the others. B is 1 unless dlm_session_generate_batch or dlm_session_time_passes asks for more.
@@ -116,7 +125,25 @@ typedef struct dlm_policy {
   double temperature;      /* 0: argmax */
   uint64_t seed;           /* of "random" */
 } dlm_policy;
-DLM_API void dlm_policy_init(dlm_policy *policy); /* LLaDA's: static, confidence, blocks of 32, no cache */
+/* LLaDA's: static, confidence, blocks of 32, no cache. */
+DLM_API void dlm_policy_init(dlm_policy *policy);
+DLM_API void dlm_policy_init_sized(dlm_policy *policy, size_t struct_size);
+#define dlm_policy_init(policy) dlm_policy_init_sized(policy, sizeof(dlm_policy))
+
+enum { DLM_FIELD_CHOICE = 0 /* const char * */, DLM_FIELD_INT32 = 1, DLM_FIELD_DOUBLE = 2, DLM_FIELD_UINT64 = 3 };
+
+/* What the library knows of one field of dlm_policy, for tools and for bindings in other languages. */
+typedef struct dlm_policy_field {
+  const char *name;
+  int32_t kind;                /* DLM_FIELD_CHOICE, ... */
+  size_t offset;               /* bytes from the start of dlm_policy */
+  const char *const *choices;  /* of DLM_FIELD_CHOICE: its values, the default first and NULL behind the last; else NULL */
+  double initial;              /* of the others: the default, */
+  double lowest, highest;      /* and the range, both ends included */
+} dlm_policy_field;
+
+/* The fields in the order of dlm_policy, counted from 0 and without struct_size; NULL behind the last. Static. */
+DLM_API const dlm_policy_field *dlm_policy_field_at(size_t index);
 
 /* ---- Bundle --------------------------------------------------------------------------------------------------------- */
 
@@ -130,6 +157,8 @@ typedef struct dlm_open_options {
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options *options);
+DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struct_size);
+#define dlm_open_options_init(options) dlm_open_options_init_sized(options, sizeof(dlm_open_options))
 
 /* Engine "onnxruntime" takes kernels of this library where it is slow itself: the first of "avx512-vnni", "avx-vnni", "avx2" or
  * "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
@@ -153,6 +182,8 @@ DLM_API void dlm_bundle_destroy(dlm_bundle *bundle);
 
 /* What the loop knows of the denoiser; eos_token_ids points into the bundle. */
 DLM_API void dlm_bundle_denoiser(const dlm_bundle *bundle, dlm_denoiser *denoiser);
+DLM_API void dlm_bundle_denoiser_sized(const dlm_bundle *bundle, dlm_denoiser *denoiser, size_t struct_size);
+#define dlm_bundle_denoiser(bundle, denoiser) dlm_bundle_denoiser_sized(bundle, denoiser, sizeof(dlm_denoiser))
 
 /* The text of manifest.json as it was checked; "" for a callback bundle. Owned by the bundle. */
 DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
@@ -160,8 +191,8 @@ DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
 /* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
 DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 
-/* Fills *policy with a preset of the manifest; name NULL: the bundle's default. policy->struct_size must be set
- * (dlm_policy_init). DLM_NOT_FOUND lists the presets in message. A callback bundle has no presets. */
+/* Fills *policy, up to its struct_size, with a preset of the manifest; name NULL: the bundle's default. policy->struct_size
+ * must be set (dlm_policy_init). DLM_NOT_FOUND lists the presets in message. A callback bundle has no presets. */
 DLM_API dlm_status dlm_bundle_preset(const dlm_bundle *bundle, const char *name, char *message, size_t message_capacity,
                                      dlm_policy *policy);
 
@@ -198,6 +229,8 @@ typedef struct dlm_generate_options {
   void *user;
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
+DLM_API void dlm_generate_options_init_sized(dlm_generate_options *options, size_t struct_size);
+#define dlm_generate_options_init(options) dlm_generate_options_init_sized(options, sizeof(dlm_generate_options))
 
 /* Where the time of a request went. The two kinds of passes are the engine's part; what the parts leave of total_s is the
  * loop's own bookkeeping. */

@@ -252,7 +252,7 @@ void Request::finish_block() {
   const auto& eos = denoiser_.eos_token_ids;
   ++block_;
   block_step_ = 0;
-  if (!policy_.stop_at_eos) return;
+  if (policy_.stop != Stop::eos) return;
   for (int32_t i = block.start; i < block.end; ++i) {
     const auto at = static_cast<size_t>(i);
     if (is_given_[at] || std::find(eos.begin(), eos.end(), canvas_[at]) == eos.end()) continue;
