@@ -235,6 +235,7 @@ def test_ctypes_table_covers_every_function_of_the_header() -> None:
         "uint32_t": ctypes.c_uint32,
         "const char *": ctypes.c_char_p,
         "const dlm_policy_field *": ctypes.POINTER(_native.PolicyField),
+        "const uint8_t *": ctypes.POINTER(ctypes.c_uint8),
         "void": None,
     }
     for name, (result, count) in functions.items():

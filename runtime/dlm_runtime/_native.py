@@ -183,6 +183,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_start": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t]),
     "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
     "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
+    "dlm_session_undecided": (C.POINTER(C.c_uint8), [C.c_void_p, C.POINTER(C.c_size_t)]),
     "dlm_session_logits": (
         C.c_int32,
         [C.c_void_p, i32p, C.c_size_t, i32p, C.c_size_t, f32p, C.c_size_t],

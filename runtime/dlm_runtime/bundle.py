@@ -42,12 +42,14 @@ class Generation:
 class Event:
     """The canvas after one step.
 
-    ``guess`` holds, where a mask token was scored but not committed, the token it would take now, else -1; ``score`` its
-    score. ``block`` is the span ``[start, end)`` being filled. ``text`` decodes the blocks finished so far. The last
-    event is ``done`` and carries ``result``.
+    ``undecided`` says where a token is still wanted; what the canvas holds there is what the denoiser sees. ``guess`` holds,
+    where such a position was scored, the token it would take now, else -1; ``score`` its score. ``block`` is the span
+    ``[start, end)`` being filled. ``text`` decodes the blocks finished so far. The last event is ``done`` and carries
+    ``result``.
     """
 
     canvas: list[int]
+    undecided: list[bool]
     guess: list[int]
     score: list[float]
     block: tuple[int, int]
@@ -289,25 +291,23 @@ class Bundle:
                 self._check_open()
                 self._check(self._library.dlm_session_step(session, C.byref(view)), session)
                 canvas = view.canvas[: view.length]
+                undecided = [bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]]
                 result = None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
                     result = request.result(canvas, stats, stats.nfe)
                 yield Event(
                     canvas=canvas,
+                    undecided=undecided,
                     guess=view.guess[: view.length],
                     score=view.score[: view.length],
                     block=(view.block_start, view.block_end),
                     nfe=view.nfe,
                     committed=view.committed,
-                    text=request.text(canvas if result else self._finished(canvas)),
+                    text=request.text(canvas[: undecided.index(True)] if True in undecided else canvas),
                     done=bool(view.done),
                     result=result,
                 )
-
-    def _finished(self, canvas: list[int]) -> list[int]:
-        end = canvas.index(self.mask_token_id) if self.mask_token_id in canvas else len(canvas)
-        return canvas[:end]
 
     def _check(self, status: int, session: C.c_void_p) -> None:
         if status:

@@ -207,17 +207,18 @@ DLM_API const char *dlm_session_last_error(const dlm_session *session);
 /* The canvas after one step. Pointers are valid until the next call on the session. */
 typedef struct dlm_step {
   const int32_t *canvas; /* [length] */
-  const int32_t *guess;  /* [length], the token that a still-masked, scored position would take now; -1 elsewhere */
+  const int32_t *guess;  /* [length], the token that a scored, still undecided position would take now; -1 elsewhere */
   const float *score;    /* [length], its score; 0 elsewhere */
   int32_t length;
   int32_t block_start, block_end; /* the block being filled, [start, end) */
   int32_t nfe;                    /* passes so far */
   int32_t committed;              /* positions committed by this step */
-  int32_t done;                   /* 1: no mask token is left */
+  int32_t done;                   /* 1: every position is decided */
 } dlm_step;
 
 /* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call
- * dlm_session_stats on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not destroy it. */
+ * dlm_session_stats and dlm_session_undecided on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not
+ * destroy it. */
 typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 
 typedef struct dlm_generate_options {
@@ -244,8 +245,8 @@ typedef struct dlm_stats {
   uint64_t cache_bytes; /* keys and values held for the request, at most; 0 without a cache */
 } dlm_stats;
 
-/* Fills the canvas and returns when no mask token is left. tokens: the given ones on entry (mask tokens among them are
- * filled too), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
+/* Fills the canvas and returns when every position is decided. tokens: the given ones on entry (mask tokens among them are
+ * undecided, as the new ones are), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
  * max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
  * the denoiser takes. stats may be NULL. */
 DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
@@ -276,6 +277,11 @@ DLM_API dlm_status dlm_session_start(dlm_session *session, const dlm_generate_op
                                      size_t count);
 DLM_API dlm_status dlm_session_step(dlm_session *session, dlm_step *step);
 DLM_API void dlm_session_stats(const dlm_session *session, dlm_stats *stats);
+
+/* Which positions of the request that runs, or ran last, are still undecided: [length], 1 for those, 0 for the given and the
+ * committed ones. What the canvas holds at an undecided position is what the denoiser sees there. Valid until the next call on
+ * the session; NULL and 0 where no request was started. length may be NULL. */
+DLM_API const uint8_t *dlm_session_undecided(const dlm_session *session, size_t *length);
 
 /* One full pass over tokens [count] (masks stay masked): raw logits of the given rows, [row_count, V], into logits, whose
  * capacity counts floats. Rows are not shifted. Drops a running request. */

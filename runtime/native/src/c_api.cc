@@ -8,6 +8,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bundle.h"
@@ -162,7 +163,10 @@ dlm::Policy choose_policy(const dlm_session& session, const dlm_policy* given) {
 dlm::Request make_request(const dlm_session& session, const dlm::Policy& policy, const dlm_generate_options& options,
                           const int32_t* tokens, size_t count, const std::string& name) {
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
-  dlm::Request request(denoiser, policy, check_canvas(denoiser, tokens, count, options.max_new_tokens), options.steps, name);
+  std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, options.max_new_tokens);
+  std::vector<uint8_t> undecided;
+  for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
+  dlm::Request request(denoiser, policy, std::move(canvas), std::move(undecided), options.steps, name);
   request.check_limits(*session.bundle.engine);
   return request;
 }
@@ -472,6 +476,12 @@ dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
 void dlm_session_stats(const dlm_session* session, dlm_stats* stats) {
   if (stats == nullptr) return;
   *stats = session != nullptr && session->batch ? session->batch->stats() : dlm_stats{};
+}
+
+const uint8_t* dlm_session_undecided(const dlm_session* session, size_t* length) {
+  const bool has_one = session != nullptr && session->batch && session->batch->requests().size() == 1;
+  if (length != nullptr) *length = has_one ? running(*session).undecided().size() : 0;
+  return has_one ? running(*session).undecided().data() : nullptr;
 }
 
 dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count, const int32_t* rows,

@@ -53,7 +53,7 @@ void check_size(const Struct& given) {
     fail(DLM_INVALID_ARGUMENT,
          "%s: struct_size is %zu, and this library (%s) knows %zu bytes of it: the program was compiled with the "
          "dlm_runtime.h of a newer library. Install that one, or compile with this one's header",
-         Known::name, size, DLM_VERSION, sizeof(Struct));
+         Known::name, size, dlm_version(), sizeof(Struct));
   if (std::find(Known::sizes.begin(), Known::sizes.end(), size) == Known::sizes.end())
     fail(DLM_INVALID_ARGUMENT, "%s: struct_size is %zu, expected %zu: start from %s_init", Known::name, size, sizeof(Struct),
          Known::name);
