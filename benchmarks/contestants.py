@@ -140,7 +140,7 @@ class Torch(Contestant):
         # Blocks cost the same, passes of a block do not: the first one fills the cache.
         limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
 
-        def count(_: Canvas) -> None:
+        def count(_: object) -> None:
             nonlocal steps
             steps += 1
             if steps == limit:

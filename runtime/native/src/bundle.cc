@@ -241,41 +241,26 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const
 }
 
 dlm_policy read_preset(const json::Value& preset) {
-  dlm_policy policy;
-  dlm_policy_init(&policy);
-  preset.refuse_unknown({"select", "score", "commit", "compare", "schedule", "remask", "cache", "stop", "block_length",
-                         "steps_per_block", "refresh", "threshold", "factor", "entropy_bound", "timestep_eps", "temperature",
-                         "seed"});
-  const auto choice = [&](const char* key, const char*& value) {
-    if (const json::Value* found = preset.find(key)) {
-      value = canonical_choice(key, found->string());
-      if (value == nullptr) found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+  dlm_policy policy = default_policy();
+  std::vector<std::string_view> known;
+  for (const dlm_policy_field& field : kPolicyFields) known.push_back(field.name);
+  preset.refuse_unknown(known);
+  for (const dlm_policy_field& field : kPolicyFields) {
+    const json::Value* const found = preset.find(field.name);
+    if (found == nullptr) continue;
+    if (field.kind == DLM_FIELD_CHOICE) {
+      const char* const choice = canonical_choice(field, found->string());
+      if (choice == nullptr) found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+      set_field(policy, field, choice);
+    } else if (field.kind == DLM_FIELD_INT32) {
+      const auto lowest = static_cast<int64_t>(field.lowest), highest = static_cast<int64_t>(field.highest);
+      set_field(policy, field, static_cast<int32_t>(found->integer(lowest, highest)));
+    } else if (field.kind == DLM_FIELD_UINT64) {
+      set_field(policy, field, static_cast<uint64_t>(found->integer(0, INT64_MAX)));
+    } else {
+      set_field(policy, field, found->number(-1e300, 1e300));
     }
-  };
-  const auto number = [&](const char* key, double& value) {
-    if (const json::Value* found = preset.find(key)) value = found->number(-1e300, 1e300);
-  };
-  const auto integer = [&](const char* key, int32_t& value) {
-    if (const json::Value* found = preset.find(key)) value = static_cast<int32_t>(found->integer(0, 1 << 24));
-  };
-  choice("select", policy.select);
-  choice("score", policy.score);
-  choice("commit", policy.commit);
-  choice("compare", policy.compare);
-  choice("schedule", policy.schedule);
-  choice("remask", policy.remask);
-  choice("cache", policy.cache);
-  choice("stop", policy.stop);
-  integer("block_length", policy.block_length);
-  integer("steps_per_block", policy.steps_per_block);
-  integer("refresh", policy.refresh);
-  number("threshold", policy.threshold);
-  number("factor", policy.factor);
-  number("entropy_bound", policy.entropy_bound);
-  number("timestep_eps", policy.timestep_eps);
-  number("temperature", policy.temperature);
-  if (const json::Value* seed = preset.find("seed"))
-    policy.seed = static_cast<uint64_t>(seed->integer(0, INT64_MAX));
+  }
   try {
     check_policy(policy);
   } catch (const Error& error) {

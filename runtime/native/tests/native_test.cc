@@ -1,5 +1,5 @@
 // Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback engine and the contexts in
-// host memory, the decisions of the TensorRT engine.
+// host memory, requests, the decisions of the TensorRT engine.
 //
 // The core's classes are hidden in the library, so this program is compiled together with their sources. Prints
 // "N passed, N failed"; the exit status is 1 if one failed.
@@ -17,6 +17,7 @@
 #include "engine.h"
 #include "error.h"
 #include "json.h"
+#include "loop.h"
 #include "sha256.h"
 #include "trt_plan.h"
 
@@ -360,6 +361,39 @@ void test_host_contexts(Tally& tally) {
   CHECK_ERROR(none->open_context()->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
+// What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and of its positions.
+std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided, Tally& tally) {
+  const dlm::Denoiser denoiser{40, 9, 64, 1, 1, 2, 2, 4, 0, false, {12}};
+  dlm::Request request(denoiser, dlm::check_policy(policy), std::move(canvas), std::move(undecided), 0);
+  dlm::Buffers buffers;
+  for (int pass = 0; !request.done() && pass < 20; ++pass) {
+    const size_t rows = request.find_positions();
+    std::vector<int32_t> tokens(2 * rows);
+    std::vector<float> probs(2 * rows), entropy(rows);
+    for (size_t row = 0; row < rows; ++row) {
+      const int32_t position = request.positions()[row];
+      CHECK(request.undecided()[static_cast<size_t>(position)] == 1);
+      tokens[2 * row] = 10 + position;
+      probs[2 * row] = 0.9f - 0.01f * static_cast<float>(position);
+    }
+    request.step({tokens.data(), probs.data(), entropy.data()}, buffers);
+  }
+  CHECK(request.done() && request.undecided() == std::vector<uint8_t>(request.canvas().size(), 0));
+  return request.canvas();
+}
+
+void test_undecided_is_not_the_mask_token(Tally& tally) {
+  dlm_policy policy = dlm::default_policy();
+  policy.block_length = 2;
+  policy.stop = "none";
+  // A mask token (9) that was given stays, and noise that stands where a token is wanted is replaced.
+  CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) == std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
+  // 12 is the end token: committed at position 2, it fills every undecided position behind its block, and no other.
+  CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) == std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
+  policy.stop = "eos";
+  CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) == std::vector<int32_t>{1, 11, 12, 9, 12, 12}));
+}
+
 void test_tensorrt_plans(Tally& tally) {
   using dlm::trt::choose_profile, dlm::trt::rows_bucket, dlm::trt::why_not;
   dlm::EngineSpec engine;
@@ -415,6 +449,7 @@ int main() {
   test_sha256(tally);
   test_callback_engine(tally);
   test_host_contexts(tally);
+  test_undecided_is_not_the_mask_token(tally);
   test_tensorrt_plans(tally);
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
   return tally.failed == 0 ? 0 : 1;
