@@ -6,6 +6,8 @@
 PYTHON ?= python3
 # Options of generation.py, which then runs alone: `make bench BENCH=--quick` takes ten minutes, everything about five hours.
 BENCH ?=
+# Tests that share what takes long to make stay on one worker.
+WORKERS := -n $(shell nproc) --dist loadgroup
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,14 +18,14 @@ NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
 
-build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(wildcard exporter/dlm_export/*.py)
+build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(wildcard exporter/dlm_export/*.py exporter/dlm_export/*/*.py)
 	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -92,8 +92,8 @@ def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[
     c, dtype = denoiser.network, denoiser.final_norm.weight.dtype
     ids, rows = torch.randint(0, 1000, (B, T)), torch.arange(R)
     positions = torch.arange(S, S + T).expand(B, T)
-    shape = (B, c.kv_heads, S, c.head_size)
-    past = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(c.layers)] if S else None
+    shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
+    past = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for shape in shapes] if S else None
 
     @torch.no_grad()
     def run() -> Any:
@@ -123,7 +123,7 @@ class Torch(Contestant):
         opened = Checkpoint(checkpoint(size))
         network = families.read_network(opened, Overrides())
         dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
-        self.denoiser = families.load(families.Weights(opened, network), network, dtype)
+        self.denoiser = families.load(families.open_weights(opened, network), network, dtype)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
         if kind.endswith("-compile"):
             # A loop has two shapes of the body, the canvas and a block; the head, left eager, has as many as a block has rows.

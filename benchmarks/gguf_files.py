@@ -56,18 +56,20 @@ def _write(size: str, path: Path) -> None:
 
     opened = Checkpoint(checkpoint(size))
     c = families.read_network(opened, Overrides())
-    weights = families.Weights(opened, c)
+    layer = c.layers[0]  # llama.cpp's LLaDA has layers that are all alike
+    attention = layer.attention
+    weights = families.open_weights(opened, c)
     writer = gguf.GGUFWriter(path, "llada")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(c.max_canvas_length)
     writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.layers)
-    writer.add_feed_forward_length(c.mlp_size)
-    writer.add_head_count(c.heads)
-    writer.add_head_count_kv(c.kv_heads)
-    writer.add_rope_dimension_count(c.head_size)
-    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_block_count(len(c.layers))
+    writer.add_feed_forward_length(layer.mlp.size)
+    writer.add_head_count(attention.heads)
+    writer.add_head_count_kv(attention.kv_heads)
+    writer.add_rope_dimension_count(attention.head_size)
+    writer.add_rope_freq_base(attention.rope.theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_causal_attention(False)
     writer.add_diffusion_shift_logits(False)
@@ -83,11 +85,11 @@ def _write(size: str, path: Path) -> None:
         writer.add_tensor(f"{name}.weight", np.ascontiguousarray(_interleaved(value, heads) if heads else value))
 
     add("token_embd", "embed.weight")
-    for i in range(c.layers):
+    for i in range(len(c.layers)):
         add(f"blk.{i}.attn_norm", f"blocks.{i}.attention_norm.weight")
         add(f"blk.{i}.ffn_norm", f"blocks.{i}.mlp_norm.weight")
         for ours, theirs in LAYER_TENSORS.items():
-            heads = {"attention.q": c.heads, "attention.k": c.kv_heads}.get(ours, 0)
+            heads = {"attention.q": attention.heads, "attention.k": attention.kv_heads}.get(ours, 0)
             add(f"blk.{i}.{theirs}", f"blocks.{i}.{ours}.weight", heads)
     add("output_norm", "final_norm.weight")
     add("output", "head.weight")

@@ -50,10 +50,10 @@ def bundle_of(precision: str) -> Path:
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
     """One generation, each step timed: seconds of the first pass, ms of later blocks' openings and other passes; bytes held."""
     import dlm_runtime
+    from dlm_export.bundle import network_of
     from dlm_export.planning.bench import peak_rss_bytes
 
     with dlm_runtime.open(path, threads=threads, check_hashes=False) as bundle:
-        d = json.loads((path / "manifest.json").read_text())["network"]
         policy = bundle.policy("llada", cache="dual", block_length=BLOCK_LENGTH, steps_per_block=PASSES_PER_BLOCK, stop="none")
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - NEW_TOKENS)]
         seconds, opened = [], peak_rss_bytes()
@@ -70,7 +70,7 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
         "opening_ms": round(statistics.median(block[0] for block in later) * 1e3, 2),
         "other_ms": round(statistics.median(s for block in later for s in block[1:]) * 1e3, 2),
         "moving_ms": round(result.timings["cache"] * 1e3, 2),
-        "cache_formula_bytes": 2 * d["layers"] * d["kv_heads"] * d["head_size"] * 4 * length,
+        "cache_formula_bytes": network_of(bundle.manifest).cache_bytes(4) * length,
         "cache_bytes": result.cache_bytes,
         "opened_rss_bytes": opened,
         "peak_rss_bytes": peak_rss_bytes(),

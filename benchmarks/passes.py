@@ -68,8 +68,8 @@ def main() -> None:
     opened = Checkpoint(checkpoint(arguments.size))
     network = families.read_network(opened, Overrides())
     denoisers = {
-        "torch fp32": families.load(families.Weights(opened, network), network),
-        "torch bf16": families.load(families.Weights(opened, network), network, torch.bfloat16),
+        "torch fp32": families.load(families.open_weights(opened, network), network),
+        "torch bf16": families.load(families.open_weights(opened, network), network, torch.bfloat16),
     }
     folders = {precision: bundle_of(arguments.size, precision) for precision in PRECISIONS}
     engines = {f"onnxruntime {name}": session(folder) for name, folder in folders.items()}

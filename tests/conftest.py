@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,42 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import dream_config, llada_config, write_checkpoint
+from traces import trace_once
+
+from dlm_export.graph import trace
 
 # Tiny denoisers: a second thread costs more than it computes, and much more beside other work.
 torch.set_num_threads(1)
 
+# Files that share what takes long to make (a native build, engines) run on one worker; every other file is a group of its own.
+GROUPS = {
+    "native": ("test_native", "test_native_tensorrt", "test_kernels"),
+    "engines": ("test_engines", "test_audit", "test_device_graph", "test_device_builds", "test_engine_refusals"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for pytest-xdist's ``--dist loadgroup``."""
+    of = {name: group for group, names in GROUPS.items() for name in names}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(of.get(item.path.stem, item.path.stem)))
+
+
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 
 
-def _build(checkpoint: Path, output: Path, **options: object) -> Path:
+def _build(checkpoint: Path, output: Path) -> Path:
     from dlm_export.build import build
 
-    build(checkpoint, output, **options)  # type: ignore[arg-type]
+    build(checkpoint, output)
     return output
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traced_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "trace_pass", trace_once)
+        yield
 
 
 @pytest.fixture(scope="session")

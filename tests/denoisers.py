@@ -18,12 +18,13 @@ def load(checkpoint: Path) -> Denoiser:
     """A checkpoint as a torch denoiser in fp32."""
     opened = Checkpoint(checkpoint)
     network = families.read_network(opened, Overrides())
-    return families.load(families.Weights(opened, network), network)
+    return families.load(families.open_weights(opened, network), network)
 
 
 def under_native_loop(denoiser: Denoiser) -> Bundle:
     """A bundle whose passes torch makes, cache included: the loop is native, the network is the reference's."""
     c = denoiser.network
+    (cache,) = set(c.cache_shapes())
 
     @torch.no_grad()
     def run(p: CallbackPass) -> None:
@@ -50,9 +51,9 @@ def under_native_loop(denoiser: Denoiser) -> Bundle:
         mask_token_id=c.mask_token_id,
         max_canvas_length=c.max_canvas_length,
         eos_token_ids=c.eos_token_ids,
-        layers=c.layers,
-        kv_heads=c.kv_heads,
-        head_size=c.head_size,
+        layers=len(c.layers),
+        kv_heads=cache[0],
+        head_size=cache[1],
         shift=c.shift,
         has_cache=True,
     )

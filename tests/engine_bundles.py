@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import pytest
 from click.testing import CliRunner, Result
 
-from dlm_export.build import QuantiseOptions, build
+from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.bundle import finish
 from dlm_export.cli import main
-from dlm_export.graph import trace
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.tensorrt.estimate import EngineOptions
 
@@ -35,18 +33,8 @@ BUILDS = {
 }
 LONGEST, BLOCK = 512, 32  # the demo's canvas and its default preset's block, in tokens
 
-_trace = trace.trace_pass
-_traces: dict[tuple[object, ...], trace.Graph] = {}
 _bundles: dict[tuple[object, ...], Path] = {}
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # they go when the session ends
-
-
-def trace_once(*arguments: Any, **options: Any) -> trace.Graph:
-    """``trace.trace_pass``, which takes most of a build and gives the same graph every time, once a denoiser and precision."""
-    key = *arguments, *sorted(options.items())
-    if key not in _traces:
-        _traces[key] = _trace(*arguments, **options)
-    return _traces[key].clone()
 
 
 def gpu_bundle(
@@ -62,18 +50,15 @@ def gpu_bundle(
     if key not in _bundles:
         _folders.append(tempfile.TemporaryDirectory())
         output = Path(_folders[-1].name) / "bundle"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trace, "trace_pass", trace_once)
-            build(
-                source,
-                output,
-                target=targets,
-                precision=precision,
-                activations=activations,
-                engine=EngineOptions() if engines else None,
-                check_parity=False,
-                options=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
-            )
+        options = BuildOptions(
+            targets,
+            precision,
+            activations=activations,
+            engine=EngineOptions() if engines else None,
+            check_parity=False,
+            quantise=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
+        )
+        build(source, output, options)
         _bundles[key] = output
     return _bundles[key]
 

@@ -13,24 +13,25 @@ from click.testing import CliRunner, Result
 from denoisers import ArithmeticDenoiser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import make_network
 from test_imports import BLOCKED
 
 import dlm_runtime
 from dlm_calibration.recipes import FORMATS
 from dlm_export import families
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, build
+from dlm_export.bundle import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.graph.quantise import linear_layers
 from dlm_export.planning import bench, roofline
-from dlm_export.planning.roofline import Machine, Rates, Work, layer_shapes, limit_s, work_of
+from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
 from dlm_runtime import Bundle, Generation, RequestError
 
 SIZES = "4,8,3; 12,0,12"
 SMALL = ("--passes", SIZES, "--prompt-tokens", 6, "--new-tokens", 10, "--rounds", 3, "--threads", 1)
 MACHINE = Machine(1e9, 4e9, 2e9, 1e9)
-HAND = {
+HAND: dict[str, Any] = {
     "hidden_size": 4,
     "layers": 1,
     "heads": 2,
@@ -38,7 +39,6 @@ HAND = {
     "head_size": 2,
     "mlp_size": 3,
     "vocab_size": 10,
-    "qkv_bias": False,
 }
 
 
@@ -142,8 +142,8 @@ def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch
 @pytest.mark.usefixtures("known_machine")
 def test_limits_are_those_of_the_counted_work(llada_bundle: Path) -> None:
     result = json.loads(invoke(llada_bundle, *SMALL, "--json").stdout)
-    denoiser = json.loads((llada_bundle / "manifest.json").read_text())["network"]
-    work = work_of(denoiser, {}, 4, 8, 3)
+    network = network_of(json.loads((llada_bundle / "manifest.json").read_text()))
+    work = work_of(network, {}, 4, 8, 3)
     assert result["passes"][0]["limit_ms"] == pytest.approx(limit_s(work, MACHINE.rates()) * 1e3)
     assert result["roofline"]["fp32_macs_per_s"] == 1e9
 
@@ -162,7 +162,7 @@ def test_the_table_says_what_json_says(llada_bundle: Path) -> None:
 def test_without_being_asked_it_measures_what_fits_the_bundle(
     llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(llada_checkpoint, tmp_path / "b", overrides=Overrides(None, 40), check_parity=False)
+    build(llada_checkpoint, tmp_path / "b", BuildOptions(check_parity=False), overrides=Overrides(None, 40))
     monkeypatch.setattr(bench, "WARM_UP", 1)
     result = json.loads(invoke(tmp_path / "b", "--rounds", 3, "--threads", 1, "--json").stdout)
     assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [(20, 20, 20), (40, 0, 40)]
@@ -268,34 +268,35 @@ def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
 def test_work_of_a_pass_counted_by_hand() -> None:
     # Matrices: q 16, k and v 8 each, out 16, gate, up and down 12 each: 84, and the head's 40. Three norms of 4, two rows of
     # the embedding, all fp32. One layer's keys and values are 4 numbers a position.
-    work = work_of(HAND, {}, tokens=2, cached=3, rows=1)
+    network = make_network(**HAND)
+    work = work_of(network, {}, tokens=2, cached=3, rows=1)
     assert work == Work(4 * (84 + 40 + 12 + 8), 5 * 4 * 4, {"layers.full": 168, "attention.full": 80, "head.full": 40})
     # 12 codes and 3 scales; weight-only formats multiply in full precision.
-    work = work_of(HAND, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1)
+    work = work_of(network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1)
     assert work.weight_bytes == 4 * (60 + 40 + 12 + 8) + 2 * (12 + 4 * 3)
     assert work.macs == {"layers.full": 144, "layers.int8": 24, "attention.full": 80, "head.full": 40}
     assert work.by_arithmetic() == {"full": 264, "int8": 24}
-    assert work_of(HAND | {"qkv_bias": True}, {}, 2, 3, 1, element_bytes=2).weight_bytes == 2 * (144 + 4 + 2 + 2)
+    biased = make_network(**HAND, qkv_bias=True)
+    assert work_of(biased, {}, 2, 3, 1, element_bytes=2).weight_bytes == 2 * (144 + 4 + 2 + 2)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_counted_weights_are_those_that_the_denoiser_has(family: str, request: pytest.FixtureRequest) -> None:
     checkpoint = Checkpoint(request.getfixturevalue(f"{family}_checkpoint"))
     network = families.read_network(checkpoint, Overrides())
-    denoiser = network.as_dict()
-    assert layer_shapes(denoiser) == linear_layers(network)
     embedding = network.vocab_size * network.hidden_size
-    counted = work_of(denoiser, {}, tokens=network.vocab_size, cached=0, rows=1)
+    counted = work_of(network, {}, tokens=network.vocab_size, cached=0, rows=1)
     assert not network.tied_head
     assert counted.weight_bytes == 4 * network.parameter_count()
-    assert work_of(denoiser, {}, tokens=1, cached=0, rows=1).weight_bytes == counted.weight_bytes - 4 * (
+    assert work_of(network, {}, tokens=1, cached=0, rows=1).weight_bytes == counted.weight_bytes - 4 * (
         embedding - network.hidden_size
     )
 
 
 sizes = st.tuples(st.integers(1, 600), st.integers(0, 5000), st.integers(0, 600), st.integers(1, 8))
-LARGE = HAND | {"hidden_size": 64, "mlp_size": 96, "heads": 4, "head_size": 16}
-formats = st.dictionaries(st.sampled_from(list(layer_shapes(LARGE))), st.sampled_from(list(FORMATS)))
+LARGE_SIZES = HAND | {"hidden_size": 64, "mlp_size": 96, "heads": 4, "head_size": 16}
+LARGE = make_network(**LARGE_SIZES)
+formats = st.dictionaries(st.sampled_from(list(LARGE.quantisable())), st.sampled_from(list(FORMATS)))
 RATES = Rates(1e9, {"full": 1e9, "int8": 4e9, "fp8": 4e9, "nvfp4": 8e9})
 
 
@@ -318,7 +319,7 @@ def test_a_pass_that_scores_nothing_pays_for_no_head(size: tuple[int, int, int, 
     tokens, cached, _, batch = size
     work = work_of(LARGE, layers, tokens, cached, 0, batch)
     assert not [kind for kind in work.macs if kind.startswith("head")]
-    no_vocabulary = work_of(LARGE | {"vocab_size": 0}, {}, tokens, cached, 0, batch)
+    no_vocabulary = work_of(make_network(**LARGE_SIZES | {"vocab_size": 4}), {}, tokens, cached, 0, batch)
     assert work_of(LARGE, {}, tokens, cached, 0, batch) == no_vocabulary
 
 

@@ -7,14 +7,19 @@ nothing with ``dlm_export.denoiser``.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
 import torch
 from checkpoints import dream_config, llada_config, write_checkpoint
+from denoisers import load
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
@@ -22,7 +27,8 @@ from torch.nn import functional as F
 from dlm_export import families
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.families.base import Overrides
+from dlm_export.families.base import Overrides, Piece, Source
+from dlm_export.network.spec import NetworkSpec, Rope
 
 TENSORS = dict[str, torch.Tensor]
 
@@ -30,7 +36,7 @@ TENSORS = dict[str, torch.Tensor]
 def _load(path: Path, overrides: Overrides | None = None) -> Any:
     checkpoint = Checkpoint(path)
     network = families.read_network(checkpoint, overrides or Overrides())
-    return families.load(families.Weights(checkpoint, network), network)
+    return families.load(families.open_weights(checkpoint, network), network)
 
 
 def _network(path: Path, overrides: Overrides | None = None) -> Any:
@@ -153,19 +159,19 @@ def test_shards_with_an_index_hold_the_same_weights_as_one_file(tmp_path: Path, 
 def test_stored_weights_are_read_without_a_change_of_value(tmp_path: Path, dtype: torch.dtype) -> None:
     path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=dtype)
     checkpoint = Checkpoint(path)
-    weights = families.Weights(checkpoint, _network(path))
+    weights = families.open_weights(checkpoint, _network(path))
     stored = load_file(path / "model.safetensors")
     assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
     for parameter, source in weights.sources.items():
         array = weights.read(parameter, np.dtype(np.float32))
         assert array.flags.c_contiguous
-        expected = stored[source.tensor].float().numpy()
+        expected = stored[source.whole].float().numpy()
         assert np.array_equal(array, expected.T if source.transpose else expected), parameter
 
 
 def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=torch.float16)
-    weights = families.Weights(Checkpoint(path), _network(path))
+    weights = families.open_weights(Checkpoint(path), _network(path))
     for parameter in weights.sources:
         half = weights.read(parameter, np.dtype(np.float16))
         assert np.array_equal(half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))), parameter
@@ -174,8 +180,8 @@ def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path:
 def test_every_released_tensor_is_used_exactly_once(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
         checkpoint = Checkpoint(path)
-        weights = families.Weights(checkpoint, _network(path))
-        used = [source.tensor for source in weights.sources.values()]
+        weights = families.open_weights(checkpoint, _network(path))
+        used = [source.whole for source in weights.sources.values()]
         assert sorted(used) == sorted(checkpoint.tensors)
 
 
@@ -263,7 +269,7 @@ def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_che
         (llada_config(activation_type="gelu"), "activation_type"),
         (llada_config(block_type="sequential"), "block_type"),
         (llada_config(scale_logits=True), "scale_logits"),
-        (dream_config(rope_scaling={"type": "yarn", "factor": 4}), "rope_scaling"),
+        (dream_config(rope_scaling={"type": "yarn", "factor": 4}), "rope_type 'yarn' is not supported"),
         (dream_config(use_sliding_window=True), "use_sliding_window"),
         (dream_config(hidden_act="gelu"), "hidden_act"),
         (llada_config(n_heads=3), "n_heads 3"),
@@ -271,7 +277,7 @@ def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_che
         (llada_config(n_layers="2"), "n_layers"),
         (llada_config(n_layers=0), "n_layers"),
         (llada_config(rope_theta=-1), "rope_theta"),
-        (llada_config(n_heads=64, n_kv_heads=64), "head size 1 is odd"),
+        (llada_config(n_heads=64, n_kv_heads=64), "head size 1, of which 1 turn"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -413,3 +419,154 @@ def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
     assert _network(path).vocab_size == 160
     assert _load(path)(torch.tensor([[0, 159]])).shape == (1, 2, 160)
+
+
+# ---- What changes numbers is read in every spelling, or refused ----
+
+
+def _in_the_form_of_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_theta": config["rope_theta"], "rope_type": "default"}
+    return {key: value for key, value in config.items() if key != "rope_theta"} | {"rope_parameters": rope}
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "flat": _in_the_form_of_transformers_5,
+    "by layer type": lambda config: (
+        config
+        | {
+            "rope_theta": None,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": config["rope_theta"]}},
+        }
+    ),
+    "both": lambda config: config | {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("config", [llada_config(rope_theta=1234.5), dream_config(rope_theta=1234.5)], ids=["llada", "dream"])
+def test_transformers_5s_form_gives_the_same_logits(tmp_path: Path, config: dict[str, Any], form: Any) -> None:
+    older = load(write_checkpoint(tmp_path / "older", config, seed=4))
+    newer = load(write_checkpoint(tmp_path / "newer", form(config), seed=4))
+    other = load(write_checkpoint(tmp_path / "other", config | {"rope_theta": 10000.0}, seed=4))
+    ids = torch.arange(40)[None] % 140
+    assert torch.equal(older(ids), newer(ids))
+    assert not torch.allclose(older(ids), other(ids), atol=1e-3), "theta would make no difference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rope_theta": None}, "rope_theta is missing, and a guess would change what the network computes"),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is .* and, in rope_parameters, 5.0"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}}, "rope_type 'llama3' is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [1]}},
+            "'mrope_section' of rope_scaling or rope_par",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
+            "by layer type, 'sliding_attention'",
+        ),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "the factor of rope_scaling is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "the factor of rope_scaling must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor 2.0 is more than the whole head"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than full_attention"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number"),
+    ],
+)
+def test_a_config_that_leaves_numbers_open_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    path = write_checkpoint(tmp_path, dream_config())
+    path.joinpath("config.json").write_text(json.dumps(dream_config(**changes)))
+    with pytest.raises(CheckpointError, match=says):
+        _network(path)
+
+
+@pytest.mark.parametrize("key", ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"])
+def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
+    """LLaDA's configuration class builds another network than LLaDA where these are not said."""
+    path = write_checkpoint(tmp_path, llada_config())
+    path.joinpath("config.json").write_text(json.dumps(llada_config(**{key: None})))
+    with pytest.raises(CheckpointError, match=f"{key} is missing"):
+        _network(path)
+
+
+def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
+    said = {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5}
+    network = _network(write_checkpoint(tmp_path, dream_config(**said)))
+    assert network.layers[0].attention.rope == Rope(1e6, fraction=0.5, scaling=4.0)
+
+
+def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
+    config = dream_config(attn_logit_softcapping=50.0, torch_dtype="bfloat16", some_flag=False, nothing=None)
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, config))
+    families.read_network(checkpoint, Overrides())
+    assert checkpoint.config.unread() == ["attn_logit_softcapping"]
+
+
+# ---- One released tensor to several parameters, and several to one ----
+
+
+@dataclass(frozen=True)
+class Rearranged:
+    """A Dream whose q, k and v are one tensor and whose MLP's gate lies in two: what adapters of other layouts map."""
+
+    path: Path
+    network: NetworkSpec
+    sources: dict[str, Source]
+
+    @staticmethod
+    def of(checkpoint: Path, to: Path) -> Rearranged:
+        shutil.copytree(checkpoint, to)
+        opened = Checkpoint(checkpoint)
+        network = families.read_network(opened, Overrides())
+        tensors = {name: opened.tensor(name).clone() for name in opened.tensors}
+        sources = families.FAMILIES["dream"].sources(network)
+        for i in range(len(network.layers)):
+            ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+            for kind in ("weight", "bias"):
+                parts, first = [], 0
+                for name in "qkv":
+                    parts.append(tensors.pop(f"{theirs}self_attn.{name}_proj.{kind}"))
+                    rows = (first, first := first + len(parts[-1]))
+                    piece = Piece(f"{theirs}self_attn.query_key_value.{kind}", rows)
+                    sources[f"{ours}attention.{name}.{kind}"] = Source((piece,), transpose=kind == "weight")
+                tensors[piece.tensor] = torch.cat(parts)
+            gate = tensors.pop(f"{theirs}mlp.gate_proj.weight")
+            halves = (f"{theirs}mlp.gate_a", f"{theirs}mlp.gate_b")
+            tensors |= dict(zip(halves, (gate[:40].clone(), gate[40:].clone()), strict=True))
+            pieces = (Piece(halves[0], (0, 40)), Piece(halves[1], (0, len(gate) - 40)))
+            sources[f"{ours}mlp.gate.weight"] = Source(pieces, transpose=True)
+        for old in to.glob("model*"):
+            old.unlink()
+        save_file(tensors, to / "model.safetensors")
+        return Rearranged(to, network, sources)
+
+
+def test_fused_and_parted_tensors_read_as_the_separate_ones(dream_checkpoint: Path, tmp_path: Path) -> None:
+    made = Rearranged.of(dream_checkpoint, tmp_path / "fused")
+    plain = families.open_weights(Checkpoint(dream_checkpoint), made.network)
+    fused = families.Weights(Checkpoint(made.path), made.network, made.sources)
+    for parameter in made.network.parameters():
+        for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+            assert np.array_equal(plain.read(parameter, dtype), fused.read(parameter, dtype)), parameter
+
+
+def test_a_fused_tensor_of_the_wrong_height_is_named(dream_checkpoint: Path, tmp_path: Path) -> None:
+    made = Rearranged.of(dream_checkpoint, tmp_path / "fused")
+    file = made.path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.query_key_value.weight"
+    save_file(tensors | {name: tensors[name][:-1].clone()}, file)
+    with pytest.raises(CheckpointError, match=rf"{name} is \[127, 64\], expected \[128, 64\]"):
+        families.Weights(Checkpoint(made.path), made.network, made.sources)
+
+
+def test_stacked_tensors_become_one_parameter_and_back() -> None:
+    """As experts are: a list of matrices ``[out, in]``, or one tensor of them all."""
+    apart = Source(tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True)
+    assert apart.shapes((3, 8, 5)) == [(5, 8)] * 3
+    assert Source.of("experts.gate", transpose=True).shapes((3, 8, 5)) == [(3, 5, 8)]

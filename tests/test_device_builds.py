@@ -13,11 +13,10 @@ import jsonschema
 import make_tensorrt_api
 import onnx
 import pytest
-from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused, trace_once
+from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 from fake_tensorrt import API, VERSION, Device, describe, module
 
 import dlm_runtime
-from dlm_export.graph import trace
 from dlm_export.tensorrt import audit, builders, engine
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
@@ -46,7 +45,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "trace_pass", trace_once)
     out = tmp_path / "bundle"
     arguments = ("--target", "thor", "--precision", "nvfp4", "--no-verify", "--calib-samples", 2, "--calib-states", 1)
     result = dlm_export("build", DEMO, *arguments, "-o", out)

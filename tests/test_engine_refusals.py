@@ -11,21 +11,13 @@ import pytest
 from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
 from dlm_export import targets
+from dlm_export.bundle import network_of
 from dlm_export.graph import PLAIN_OPSET
+from dlm_export.planning.shapes import scaled_shape
 from dlm_export.tensorrt import builders, estimate
 from dlm_export.tensorrt.estimate import EngineError, Limits
 
-# Sizes of LLaDA-8B, as a manifest has them.
-LARGE = {
-    "vocab_size": 126464,
-    "hidden_size": 4096,
-    "layers": 32,
-    "heads": 32,
-    "kv_heads": 32,
-    "head_size": 128,
-    "mlp_size": 12288,
-    "max_canvas_length": 1 << 20,
-}
+LARGE = replace(scaled_shape("8B").network, max_canvas_length=1 << 20)
 GIB = 1 << 30
 
 
@@ -141,7 +133,7 @@ def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path:
 @pytest.mark.parametrize("weights_bytes", [4 * GIB, 16 * GIB])
 def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(name: str, weights_bytes: int) -> None:
     target = targets.find(name)
-    limits = Limits(LARGE["max_canvas_length"], 32)
+    limits = Limits(LARGE.max_canvas_length, 32)
     with pytest.raises(EngineError) as caught:
         estimate.check_memory(LARGE, target, weights_bytes, limits, on_host=False)
     assert caught.value.exit_code == 2
@@ -173,8 +165,8 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
     out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
-    denoiser = read_manifest(bundle)["network"]
-    needed = estimate.estimate(denoiser, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
+    network = network_of(read_manifest(bundle))
+    needed = estimate.estimate(network, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
     _with_memory(monkeypatch, "thor", needed)
     _with_memory(monkeypatch, "h100", needed)
     says = ["a canvas of 512 tokens in blocks of 32 needs", "--canvas "]

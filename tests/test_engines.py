@@ -38,7 +38,6 @@ from engine_bundles import (
 
 import dlm_runtime
 from dlm_export import targets
-from dlm_export.graph.quantise import linear_layers
 from dlm_export.sources import open_source
 from dlm_export.tensorrt import builders, bundled, engine, estimate
 from dlm_export.tensorrt.estimate import EngineOptions
@@ -64,7 +63,7 @@ def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
 def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(build: tuple[str, tuple[str, ...], Path]) -> None:
     precision, names, bundle = build
     manifest = read_manifest(bundle)
-    layers = list(linear_layers(open_source(DEMO).network))
+    layers = list(open_source(DEMO).network.quantisable())
     recipe = targets.recipe_for(targets.find_all(names), precision)
     if recipe is None:
         asked = dict.fromkeys(layers, {"fp16": "float16", "bf16": "bfloat16"}[precision])

@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from dlm_calibration import formats
 from dlm_calibration.formats import (
     E2M1_VALUES,
-    FORMATS,
+    NUMBER_FORMATS,
     QuantisationError,
     QuantisedWeight,
     activation_scale,
@@ -80,13 +80,13 @@ def _dequantised_by_onnx(q: QuantisedWeight) -> np.ndarray:
     return _evaluate([node], [codes, numpy_helper.from_array(q.scales, "s")], {})
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NUMBER_FORMATS)
 def test_weights_dequantise_from_the_packed_bytes_as_in_onnx(format: str) -> None:
     q = quantise_weight(_weight(), format, group_size=32 if format == "int4" else None)
     assert np.array_equal(q.dequantise(), _dequantised_by_onnx(q))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NUMBER_FORMATS)
 def test_weight_codes_are_those_of_onnx_quantize_linear(format: str) -> None:
     w = _weight()
     q = quantise_weight(w, format, group_size=32 if format == "int4" else None)
@@ -231,7 +231,7 @@ def _matrix(rows: int, columns: int, scale: np.float32, extra: np.ndarray) -> np
     return w
 
 
-@given(_matrices, st.sampled_from(FORMATS))
+@given(_matrices, st.sampled_from(NUMBER_FORMATS))
 @settings(max_examples=200, deadline=None)
 def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(w: np.ndarray, format: str) -> None:
     q = quantise_weight(w, format, group_size=8 if format == "int4" else None)
@@ -254,7 +254,7 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(w: np.nd
     assert (error <= np.maximum(half_step * steps.astype(np.float64), tiny) * (1 + 1e-5)).all()
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.integers(1, 40))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(NUMBER_FORMATS), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) -> None:
     w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)
@@ -296,7 +296,7 @@ def test_nibbles_survive_packing_with_the_first_one_low(seed: int) -> None:
     assert pack_nibbles(np.array([1, 2], dtype=np.uint8)).tolist() == [0x21]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NUMBER_FORMATS)
 def test_a_matrix_of_zeros_has_scales_of_one_and_codes_of_zero(format: str) -> None:
     q = quantise_weight(np.zeros((32, 4), dtype=np.float32), format)
     assert (q.codes.astype(np.float32) == 0).all()
@@ -304,7 +304,7 @@ def test_a_matrix_of_zeros_has_scales_of_one_and_codes_of_zero(format: str) -> N
     assert q.global_scale in (None, 1)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NUMBER_FORMATS)
 def test_blocks_of_rows_do_not_show_in_the_result(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = _weight(80, 24)
     whole = quantise_weight(w, format, group_size=24 if format == "int4" else None)
@@ -318,7 +318,7 @@ def test_blocks_of_rows_do_not_show_in_the_result(format: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NUMBER_FORMATS)
 def test_other_float_types_quantise_from_their_fp32_values(format: str, dtype: Any) -> None:
     w = _weight().astype(dtype)
     ours, expected = quantise_weight(w, format), quantise_weight(w.astype(np.float32), format)
@@ -369,7 +369,7 @@ def test_packed_bytes_count_codes_and_scales() -> None:
     assert quantise_weight(w, "nvfp4").packed_bytes() == 320 + 40 + 4
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NUMBER_FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused_with_their_place(format: str, bad: float) -> None:
     w = _weight()

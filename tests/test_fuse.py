@@ -14,15 +14,16 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from engine_bundles import SMALL, gpu_bundle, trace_once
+from engine_bundles import SMALL, gpu_bundle
 from onnx.reference import ReferenceEvaluator
+from traces import trace_once
 
 from dlm_export import families, graph
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.graph import functions, fuse, trace
-from dlm_export.network.denoiser import NetworkSpec
+from dlm_export.network.spec import NetworkSpec
 
 OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 Build = Callable[[str, str, bool], Path]
@@ -38,10 +39,10 @@ def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
         def make(family: str, precision: str, is_fused: bool) -> Path:
             output = Path(folder) / f"{family}-{precision}-{is_fused}"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(trace, "trace_pass", trace_once)
                 if not is_fused:
                     patch.setattr(fuse, "fuse", lambda traced: None)
-                build(checkpoints[family], output, precision=precision, check_parity=False, options=SMALL)
+                options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
+                build(checkpoints[family], output, options)
             return output
 
         yield make
@@ -148,7 +149,8 @@ def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
 
 def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(llada_checkpoint: Path, tmp_path: Path) -> None:
     device = onnx.load(gpu_bundle("fp16", "rtx5090") / graph.DEVICE_FILE, load_external_data=False)
-    build(llada_checkpoint, tmp_path / "plain", plain_graph=True, target="rtx5090", precision="fp16", check_parity=False)
+    options = BuildOptions(("rtx5090",), "fp16", plain_graph=True, check_parity=False)
+    build(llada_checkpoint, tmp_path / "plain", options)
     plain = onnx.load(tmp_path / "plain" / graph.GRAPH_FILE, load_external_data=False)
     for model in (device, plain):
         assert not model.functions

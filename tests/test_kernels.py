@@ -24,6 +24,7 @@ from onnx.reference import ReferenceEvaluator
 from test_native import REPOSITORY, SOURCE, run, sanitized, sanitized_example, succeed, tool  # noqa: F401
 
 import dlm_runtime
+from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle import finish
 from dlm_export.graph import functions
@@ -45,7 +46,7 @@ def int8_bundles(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factor
     built = {}
     for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
         built[family] = tmp_path_factory.mktemp("int8") / family
-        build_bundle(checkpoint, built[family], precision="int8", check_parity=False, options=SMALL)
+        build_bundle(checkpoint, built[family], BuildOptions(precision="int8", check_parity=False, quantise=SMALL))
     return built
 
 

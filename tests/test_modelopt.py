@@ -282,7 +282,7 @@ def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(checkpoint: 
     (path / "hf_quant_config.json").write_text(json.dumps(said))
 
     opened = Checkpoint(path)
-    weights = families.Weights(opened, families.read_network(opened, Overrides()))
+    weights = families.open_weights(opened, families.read_network(opened, Overrides()))
     assert weights.quantised == {f"{DOWN}.weight": algorithm}
     stored = weights.stored(f"{DOWN}.weight")
     assert stored is not None

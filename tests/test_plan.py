@@ -16,10 +16,12 @@ from click.testing import CliRunner, Result
 from denoisers import ArithmeticDenoiser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import make_network
 from test_imports import BLOCKED
 
 from dlm_calibration.recipes import RECIPES, RecipeError
 from dlm_export.cli import main
+from dlm_export.network.spec import MlpSpec
 from dlm_export.planning import plan
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import MeasuredError, MeasuredPass, interpolated_ratio, read_measured
@@ -32,23 +34,7 @@ from dlm_runtime import CallbackPass
 
 H100, CPU = TARGETS["h100"], TARGETS["cpu"]
 LLADA_8B = scaled_shape("8B")
-TINY = Shape(
-    "tiny",
-    {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "layers": 1,
-        "heads": 2,
-        "kv_heads": 2,
-        "head_size": 16,
-        "mlp_size": 64,
-        "parameters": 16_736,
-        "qkv_bias": False,
-        "tied_head": False,
-    },
-    256,
-    {},
-)
+TINY = Shape("tiny", make_network(), 256, {})
 
 
 def invoke(*arguments: object) -> Result:
@@ -76,7 +62,7 @@ def measurement(**changes: Any) -> dict[str, Any]:
     generation = {"preset": "fast-dllm", "prompt_tokens": 16, "new_tokens": 16, "nfe": 16, "tokens_per_s": 1000.0}
     return {
         "machine": {"memory_bytes": 1 << 30},
-        "bundle": {"precision": "int8", "parameters": TINY.denoiser["parameters"]},
+        "bundle": {"precision": "int8", "parameters": TINY.network.parameter_count()},
         "roofline": rates,
         "passes": passes,
         "generation": generation,
@@ -118,18 +104,21 @@ def test_an_example_worked_out_by_hand() -> None:
 
 def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
     """8,015,581,184 parameters, as the released checkpoint has."""
-    sizes = LLADA_8B.denoiser
-    assert (sizes["layers"], sizes["hidden_size"], sizes["heads"], sizes["mlp_size"]) == (32, 4096, 32, 12288)
-    assert sizes["parameters"] == 8_015_581_184
+    network = LLADA_8B.network
+    attention, mlp = network.layers[0].attention, network.layers[0].mlp
+    assert isinstance(mlp, MlpSpec)
+    assert (len(network.layers), network.hidden_size, attention.heads, mlp.size) == (32, 4096, 32, 12288)
+    assert network.parameter_count() == 8_015_581_184
     (fp16,), _ = precisions_of(LLADA_8B, H100, ["fp16"])
-    assert weights_bytes(LLADA_8B, fp16) == 2 * sizes["parameters"]
+    assert weights_bytes(LLADA_8B, fp16) == 2 * network.parameter_count()
 
 
 @given(billions=st.floats(1, 500))
 def test_a_scaled_shape_is_as_near_to_its_size_as_one_layer_allows(billions: float) -> None:
-    got = scaled_shape(f"{billions}B").denoiser
-    assert abs(got["parameters"] / (billions * 1e9) - 1) < 0.12
-    assert got["hidden_size"] == got["heads"] * got["head_size"]
+    got = scaled_shape(f"{billions}B").network
+    attention = got.layers[0].attention
+    assert abs(got.parameter_count() / (billions * 1e9) - 1) < 0.12
+    assert got.hidden_size == attention.heads * attention.head_size
 
 
 @pytest.mark.parametrize("size", ["", "8", "B", "xB", "-8B", "nanB", "infB", "1M", "1e9B"])
@@ -198,18 +187,17 @@ def test_more_tokens_a_pass_never_make_more_or_larger_passes(new: int, block: in
 shapes = st.builds(
     lambda heads, layers, mlp, vocabulary, tied: Shape(
         "drawn",
-        {
-            "vocab_size": vocabulary,
-            "hidden_size": 32 * heads,
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": heads,
-            "head_size": 32,
-            "mlp_size": 16 * mlp,
-            "parameters": 0,
-            "qkv_bias": tied,
-            "tied_head": tied,
-        },
+        make_network(
+            vocab_size=vocabulary,
+            hidden_size=32 * heads,
+            layers=layers,
+            heads=heads,
+            kv_heads=heads,
+            head_size=32,
+            mlp_size=16 * mlp,
+            qkv_bias=tied,
+            tied_head=tied,
+        ),
         None,
         {},
     ),
@@ -269,7 +257,7 @@ def test_quantised_weights_never_need_more_memory(shape: Shape, canvas: int, bat
 
 def test_memory_on_a_gpu_is_what_building_an_engine_estimates() -> None:
     (precision,), _ = precisions_of(LLADA_8B, H100, ["int4"])
-    estimated = estimate(LLADA_8B.denoiser, weights_bytes(LLADA_8B, precision), Limits(300, 32))
+    estimated = estimate(LLADA_8B.network, weights_bytes(LLADA_8B, precision), Limits(300, 32))
     assert memory_bytes(LLADA_8B, precision, H100, 300, 32, 1) == estimated.device
     four = memory_bytes(LLADA_8B, precision, H100, 300, 32, 4)
     assert four == estimated.device + 3 * (estimated.cache + estimated.passes)
@@ -281,14 +269,14 @@ def test_a_tied_head_is_no_layer_of_a_recipe(tmp_path: Path) -> None:
     (found,), _ = precisions_of(TINY, H100, [str(recipe)])
     assert found.layers == (("head", "int8-weight"),)
     with pytest.raises(RecipeError, match="no layer is called 'head'"):
-        precisions_of(replace(TINY, denoiser={**TINY.denoiser, "tied_head": True}), H100, [str(recipe)])
+        precisions_of(replace(TINY, network=replace(TINY.network, tied_head=True)), H100, [str(recipe)])
 
 
 def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bundle: Path) -> None:
     for bundle in (llada_bundle, dream_bundle):
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         (fp32,), _ = precisions_of(shape, CPU, ["fp32"])
-        assert weights_bytes(shape, fp32) == 4 * shape.denoiser["parameters"]
+        assert weights_bytes(shape, fp32) == 4 * shape.network.parameter_count()
         stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"]["bytes"]
         # The file adds the tables of RoPE, and rounds tensors up to pages.
         assert 1 <= stored / weights_bytes(shape, fp32) < 1.5
@@ -396,7 +384,7 @@ def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_fil
     ((speed,),) = (each.speeds for each in made.predictions)
     assert found["predicted_tokens_per_s"] == pytest.approx(speed.tokens_per_s)
     assert found["error"] == pytest.approx(speed.tokens_per_s / 1000 - 1)
-    other = replace(same, denoiser={**same.denoiser, "parameters": 1})
+    other = replace(same, network=replace(same.network, tied_head=not same.network.tied_head))
     elsewhere = make_plan([other], [CPU], request, ["int8"], measured).calibration
     assert elsewhere is not None
     assert elsewhere["generation"] is None

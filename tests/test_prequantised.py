@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import dlm_runtime
 from dlm_calibration.formats import activation_scale, pack_nibbles, quantise_weight
 from dlm_export import families
-from dlm_export.checkpoints.folder import FORMATS, Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
@@ -36,7 +36,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
 
 def _weights(path: Path) -> families.Weights:
     checkpoint = Checkpoint(path)
-    return families.Weights(checkpoint, families.read_network(checkpoint, Overrides()))
+    return families.open_weights(checkpoint, families.read_network(checkpoint, Overrides()))
 
 
 def _retensor(path: Path, change: Change) -> None:
@@ -75,8 +75,8 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
     assert len(weights.quantised) == 14 + head
     assert weights.notes == []
     for parameter, source in weights.sources.items():
-        base = source.tensor.removesuffix(".weight")
-        expected = _dequantised(tensors, base).T if source.transpose else tensors[source.tensor].double()
+        base = source.whole.removesuffix(".weight")
+        expected = _dequantised(tensors, base).T if source.transpose else tensors[source.whole].double()
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
         # Two fp32 products where the definition has none: 2 units in the last place at most.
@@ -146,7 +146,7 @@ def _network(path: Path) -> Any:
 
 @given(st.floats(min_value=2.0**-100, max_value=2.0**100, width=32), st.sampled_from(["FP8", "NVFP4"]))
 def test_the_range_of_an_input_gives_its_scale_back_to_the_bit(amax: float, algorithm: str) -> None:
-    number_format = FORMATS[algorithm]
+    number_format = weight_format(algorithm)
     scale = np.float32(np.float32(amax) / np.float32(448 if algorithm == "FP8" else 6 * 448))
     weight = quantise_weight(np.ones((16, 1), np.float32), number_format)
     assert activation_scale(number_format, StoredQuantised(algorithm, weight, scale).input_amax) == scale

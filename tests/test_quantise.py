@@ -12,13 +12,14 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from networks import make_network
 from onnx.reference import ReferenceEvaluator
 
 from dlm_calibration.formats import QuantisedWeight, pack_nibbles
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe, RecipeError
 from dlm_calibration.states import State
 from dlm_export import families, graph
-from dlm_export.build import part_of
+from dlm_export.building.writing import part_of
 from dlm_export.graph import quantise, trace, write
 from dlm_export.quantising import calibrate
 from dlm_export.sources import Source, open_source
@@ -47,9 +48,8 @@ def _states(source: Source, count: int = 6) -> list[State]:
 def _quantise(source: Source, recipe: Recipe, folder: Path) -> calibrate.Quantisation:
     """Write the quantised graph into ``folder``."""
     traced = _traced(source)
-    shapes = quantise.linear_layers(source.network)
-    formats = recipe.formats(list(shapes))
-    done = calibrate.calibrate(source.parameters, source.network, recipe, formats, shapes, _states(source), lambda: None)
+    formats = recipe.formats(list(source.network.quantisable()))
+    done = calibrate.calibrate(source.parameters, source.network, recipe, formats, _states(source), lambda: None)
     parts = quantise.rewrite(traced, formats, done.amax, rotated=done.rotated, embedding=recipe.embedding)
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
@@ -94,8 +94,9 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
     session = onnxruntime.InferenceSession(folder / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"])
     positions = np.arange(len(ids))[None]
     feeds = {"input_ids": ids[None], "position_ids": positions, "score_rows": positions}
-    for name in trace.input_names(c.layers)[3:]:
-        feeds[name] = np.zeros((1, c.kv_heads, 0, c.head_size), np.float32)
+    shapes = [shape for shape in c.cache_shapes() for _ in ("key", "value")]
+    for name, (kv_heads, head_size) in zip(trace.input_names(c)[3:], shapes, strict=True):
+        feeds[name] = np.zeros((1, kv_heads, 0, head_size), np.float32)
     return np.asarray(session.run(["logits"], feeds)[0])[0]
 
 
@@ -164,16 +165,8 @@ def test_solvers_fit_the_graph(source: Source, name: str, solver: str, tmp_path:
 def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
     c, rng = source.network, np.random.default_rng(3)
     folded = calibrate.Folded(source.parameters, c)
-    sizes = {
-        "attention.q": c.hidden_size,
-        "attention.out": c.heads * c.head_size,
-        "mlp.gate": c.hidden_size,
-        "mlp.down": c.mlp_size,
-    }
-    for i in range(c.layers):
-        for name, size in sizes.items():
-            folded.fold(f"blocks.{i}.{name}", rng.uniform(0.2, 5.0, size).astype(np.float32))
-    folded.fold("head", rng.uniform(0.2, 5.0, c.hidden_size).astype(np.float32))
+    for site, readers in calibrate.by_site(c.linear_layers()).items():
+        folded.fold(site, rng.uniform(0.2, 5.0, readers[0].inputs).astype(np.float32))
     ids = torch.from_numpy(_ids(source))[None]
     before, after = families.load(source.parameters, c)(ids)[0].numpy(), families.load(folded, c)(ids)[0].numpy()
     assert _relative(after, before) < 1e-5
@@ -295,18 +288,19 @@ def test_the_nvfp4_image_equals_onnx_reference(tmp_path: Path) -> None:
 def test_layers_are_found_by_module_path(llada_checkpoint: Path) -> None:
     source = _source(llada_checkpoint)
     c = source.network
-    shapes = quantise.linear_layers(c)
+    shapes = c.quantisable()
     assert list(shapes)[:7] == [
         f"blocks.0.{name}"
         for name in ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
     ]
     assert list(shapes)[-1] == "head"
-    assert shapes["blocks.1.mlp.down"] == (c.mlp_size, c.hidden_size)
+    down = shapes["blocks.1.mlp.down"]
+    assert (down.inputs, down.outputs) == (96, c.hidden_size)
 
 
 def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     with pytest.raises(quantise.QuantiseError, match=r"blocks\.0\.mlp\.down: NVFP4 has groups of 16, and 100 inputs"):
-        quantise.check({"blocks.0.mlp.down": (100, 64)}, {"blocks.0.mlp.down": "nvfp4"})
+        quantise.check(make_network(mlp_size=100).quantisable(), {"blocks.0.mlp.down": "nvfp4"})
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,9 @@ def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None
     monkeypatch.setattr(targets, "device_sm", lambda: sm)
 
 
-def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    _finds(monkeypatch, "tensorrt_rtx_bindings")
+@pytest.mark.parametrize("module", targets.RTX_MODULES)
+def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    _finds(monkeypatch, module)
     assert targets.engine_here(find("rtx5090")) == (True, "ahead of time by TensorRT-RTX, without a GPU")
     assert targets.engine_here(find("sm75"))[0]
     assert targets.engine_here(find("thor")) == (False, "on the device: dlm-export engine BUNDLE --target thor")

@@ -17,7 +17,7 @@ import numpy as np
 
 from dlm_runtime.errors import DlmError
 
-FORMATS = ("int8", "int4", "fp8", "nvfp4")
+NUMBER_FORMATS = ("int8", "int4", "fp8", "nvfp4")
 ScaleType = np.dtype[Any]
 FP32: ScaleType = np.dtype(np.float32)
 E2M1_VALUES = np.array(
@@ -49,7 +49,7 @@ class QuantisationError(DlmError):
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
-    """A matrix ``w`` ``[K, N]``, used as ``x @ w``, in one of ``FORMATS``.
+    """A matrix ``w`` ``[K, N]``, used as ``x @ w``, in one of ``NUMBER_FORMATS``.
 
     | format | ``codes`` | ``scales`` |
     | int8 | int8 [K, N] | fp32 [N] |
@@ -334,8 +334,8 @@ def _quantise_rows(x: np.ndarray) -> np.ndarray:
 
 
 def _checked_group_size(format: str, group_size: int | None) -> int | None:
-    if format not in FORMATS:
-        raise QuantisationError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
+    if format not in NUMBER_FORMATS:
+        raise QuantisationError(f"unknown format {format!r}: choose one of {', '.join(NUMBER_FORMATS)}.")
     if format in ("int8", "fp8"):
         if group_size is not None:
             raise QuantisationError(f"{format} has one scale a column and takes no group size; {group_size} was asked for.")

@@ -13,12 +13,15 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families import llada
 from dlm_export.families.base import Overrides
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 
 
 def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
     """Write ``config.json`` and ``model.safetensors``; each appears whole or not at all."""
-    c = network
+    c, layer = network, network.layers[0]
+    attention, rope = layer.attention, layer.attention.rope
+    assert rope is not None
     config = {
         "architectures": [c.architecture],
         "model_type": c.family,
@@ -28,18 +31,18 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
         "embedding_size": c.vocab_size,
         "eos_token_id": c.eos_token_ids[0],
         "include_bias": False,
-        "include_qkv_bias": c.qkv_bias,
+        "include_qkv_bias": attention.qkv_bias,
         "layer_norm_type": "rms",
         "mask_token_id": c.mask_token_id,
         "max_sequence_length": c.max_canvas_length,
-        "mlp_hidden_size": c.mlp_size,
-        "n_heads": c.heads,
-        "n_kv_heads": c.kv_heads,
-        "n_layers": c.layers,
+        "mlp_hidden_size": layer.mlp.size,
+        "n_heads": attention.heads,
+        "n_kv_heads": attention.kv_heads,
+        "n_layers": len(c.layers),
         "pad_token_id": c.pad_token_id,
         "rms_norm_eps": c.norm_eps,
         "rope": True,
-        "rope_theta": c.rope_theta,
+        "rope_theta": rope.theta,
         "torch_dtype": "bfloat16",
         "vocab_size": c.vocab_size,
         "weight_tying": c.tied_head,
@@ -48,7 +51,8 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
     for name, source in llada.LAYOUT.sources(c).items():
         parameter = parameters[name].detach()
         # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
-        tensors[source.tensor] = (parameter.T if source.transpose else parameter).to(torch.bfloat16).contiguous()
+        assert source.whole is not None
+        tensors[source.whole] = (parameter.T if source.transpose else parameter).to(torch.bfloat16).contiguous()
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
@@ -62,4 +66,4 @@ def load_checkpoint(folder: Path) -> Denoiser:
     """The denoiser in ``folder``, its bf16 weights held in fp32."""
     checkpoint = Checkpoint(folder)
     network = families.read_network(checkpoint, Overrides())
-    return families.load(families.Weights(checkpoint, network), network)
+    return families.load(families.open_weights(checkpoint, network), network)

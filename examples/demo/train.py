@@ -30,9 +30,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dlm_export.network.denoiser import Attention, Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Attention, Denoiser
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 
 BLOCK_LENGTH = 32
+ROPE = Rope(theta=500000.0)
 
 
 def describe(tokenizer: Tokenizer) -> NetworkSpec:
@@ -43,15 +45,9 @@ def describe(tokenizer: Tokenizer) -> NetworkSpec:
         architecture="LLaDAModelLM",
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,
-        layers=6,
-        heads=6,
-        kv_heads=6,
-        head_size=32,
-        mlp_size=512,
+        layers=(LayerSpec(AttentionSpec(6, 6, 32, ROPE), MlpSpec(512), norm_eps=1e-5),) * 6,
         max_canvas_length=512,
-        rope_theta=500000.0,
         norm_eps=1e-5,
-        qkv_bias=False,
         tied_head=False,
         shift=0,
         mask_token_id=tokenizer.token_to_id(MASK),
@@ -104,13 +100,13 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
         denoiser.head.weight[:, c.mask_token_id] = 0.0
         embedding[:, CONSTANT] = 4.0
 
-        _plant_neighbours(denoiser.blocks[0].attention, c.rope_theta)
+        _plant_neighbours(denoiser.blocks[0].attention, ROPE.theta)
         _plant_copying(denoiser.blocks[1].attention)
 
 
 def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
     """Heads that attend to one fixed offset each, told by the quick rotations alone, and write the name found there."""
-    size = attention.head_size
+    size = attention.spec.head_size
     half, quick = size // 2, torch.arange(STEADY)
     angle = rope_theta ** (-quick / half)
     for head, (offset, source, target, width) in enumerate(NEIGHBOURS):
@@ -130,7 +126,7 @@ def _plant_copying(attention: Attention) -> None:
 
     The match uses slow rotations, which hardly turn within a canvas, so that distance does not matter.
     """
-    size = attention.head_size
+    size = attention.spec.head_size
     half, third = size // 2, torch.arange(size)
     steady = torch.cat((torch.arange(STEADY, half), torch.arange(half + STEADY, size)))
     for head in range(6):

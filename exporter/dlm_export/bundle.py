@@ -12,20 +12,20 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dlm_runtime
-from dlm_runtime.errors import DlmError
+from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.errors import BundleError, DlmError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
-if TYPE_CHECKING:
-    from dlm_export.network.denoiser import NetworkSpec
-
 SCHEMA_VERSION = 2
+LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
+"""What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
 
 
 class OutputError(DlmError):
@@ -53,27 +53,31 @@ def make_manifest(
     chat_template: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s."""
-    c = network
+    described = network.as_dict()
     return {
         "schema_version": SCHEMA_VERSION,
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
         "loop": {
-            "vocab_size": c.vocab_size,
-            "mask_token_id": c.mask_token_id,
-            "eos_token_ids": list(c.eos_token_ids),
-            "max_canvas_length": c.max_canvas_length,
-            "shift": c.shift,
+            **{name: described.pop(name) for name in LOOP_FIELDS},
             "graph": graph,
             "presets": {name: policy.as_dict() for name, policy in presets.items()},
             "default_preset": default_preset,
         },
-        "network": c.as_dict() | {"parameters": c.parameter_count()},
+        "network": described,
         "opset": opset,
         "precision": precision,
         "targets": targets,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
     }
+
+
+def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
+    """The description that a checked manifest keeps. Raises BundleError for sizes that do not go together."""
+    try:
+        return NetworkSpec.from_dict(manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS})
+    except ValueError as err:
+        raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err
 
 
 def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 import dlm_runtime
 from dlm_export import families, graph
+from dlm_export.bundle import network_of
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
-from dlm_export.network.denoiser import NetworkSpec
+from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
 from dlm_runtime.policy import PRESETS, Policy
 
@@ -44,7 +44,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         return _open_bundle(path, overrides or Overrides())
     checkpoint = Checkpoint(path)
     network = families.read_network(checkpoint, overrides or Overrides())
-    weights = families.Weights(checkpoint, network)
+    weights = families.open_weights(checkpoint, network)
     text = tokenizer.read(checkpoint, network)
     family = families.FAMILIES[network.family]
     return Source(
@@ -77,7 +77,7 @@ class BundleParameters:
             for name, value in ir.load(self.path).graph.initializers.items()
             if value.const_value is not None
         }
-        for name, shape in network.parameter_shapes().items():
+        for name, shape in network.parameters().items():
             found = tuple(self._tensors[name].shape) if name in self._tensors else None
             if found != shape:
                 raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
@@ -115,9 +115,3 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     )
     parameters = BundleParameters(path, network)
     return Source(path, network, parameters, text, presets, manifest["loop"]["default_preset"], precision)
-
-
-def network_of(manifest: dict[str, Any]) -> NetworkSpec:
-    """The capability record that a bundle's manifest keeps."""
-    known = manifest["network"] | {"eos_token_ids": tuple(manifest["network"]["eos_token_ids"])}
-    return NetworkSpec(**{field.name: known[field.name] for field in fields(NetworkSpec)})

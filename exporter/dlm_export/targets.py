@@ -40,7 +40,7 @@ NOT_IN_TENSORRT = {
 
 # What TensorRT-RTX builds for without a GPU: its ComputeCapability enumeration, 1.7.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-RTX_MODULE = "tensorrt_rtx_bindings"
+RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")  # NVIDIA's whole package, or its bindings alone
 # Every SM that a generic name (sm89) stands for, with the standard TensorRT that knows it. Blackwell and FP4 came with 10.8,
 # GB300, DGX B300 and DGX Spark with 10.14 (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release
 # notes of 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin holds 10.16.
@@ -422,7 +422,7 @@ def engine_here(target: Target) -> tuple[bool, str]:
         if find_spec("onnxruntime"):
             return True, "ONNX Runtime runs the graph as it is, nothing is built"
         return False, "ONNX Runtime is missing: pip install onnxruntime"
-    if "rtx" in target.engine_kinds and find_spec(RTX_MODULE):
+    if "rtx" in target.engine_kinds and any(map(find_spec, RTX_MODULES)):
         return True, "ahead of time by TensorRT-RTX, without a GPU"
     if find_spec("tensorrt") and device_sm() in reported_sms(target.sm):
         return True, "by TensorRT, for this machine's GPU"

@@ -12,6 +12,7 @@ import json
 import math
 import reprlib
 import stat
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dlm_calibration.recipes import FORMATS
 from dlm_runtime.errors import DlmError
 
 CONFIG_LIMIT_BYTES = 64 << 20  # tokenizer_config.json with a large added vocabulary stays under 2 MiB
@@ -51,41 +53,79 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+HARMLESS_KEYS = (
+    *("architectures", "auto_map", "model_type", "name_or_path", "_name_or_path", "transformers_version", "tokenizer_class"),
+    *("torch_dtype", "dtype", "quantization_config", "precision", "rope_full_precision", "flash_attention", "pretraining_tp"),
+    *("return_dict", "output_attentions", "output_hidden_states", "use_cache", "problem_type", "id2label", "label2id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "sep_token_id", "cls_token_id"),
+    *("initializer_range", "init_device", "init_fn", "init_std", "init_cutoff_factor", "max_window_layers"),
+    *("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "dropout", "gradient_checkpointing"),
+)
+"""Keys of released configurations that leave the function of a trained network as it is, whatever their value."""
+
+
 class Config:
-    """config.json with typed access; every error names the file, the key and what was expected."""
+    """config.json with typed access; every error names the file, the key and what was expected.
+
+    It remembers which keys were asked for: what nobody read might be part of the network.
+    """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
-        self.values = values
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """The value as it stands in the file; None where there is none."""
+        self._read.add(key)
+        return self._values.get(key)
+
+    def unread(self) -> list[str]:
+        """Keys that nothing has asked for and that are not known to be harmless; null and false say nothing."""
+        return [
+            key
+            for key, value in self._values.items()
+            if key not in self._read and key not in HARMLESS_KEYS and value is not None and value is not False
+        ]
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 24) -> int:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise CheckpointError(f"{self.path}: {key} must be an integer in {low}..{high}, found {reprlib.repr(value)}")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        value = self.values.get(key)
-        if value is None:
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number; ``default`` is what the architecture documents, None where it documents none."""
+        value = self.get(key)
+        if value is None and default is not None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        return self.positive(key, value)
+
+    def positive(self, key: str, value: object) -> float:
+        """A value found under ``key``, or inside it, as a positive number."""
+        if value is None:
+            raise CheckpointError(f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it.")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
             raise CheckpointError(f"{self.path}: {key} must be a positive number, found {reprlib.repr(value)}")
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
             raise CheckpointError(f"{self.path}: {key} must be true or false, found {reprlib.repr(value)}")
         return value
 
-    def require(self, key: str, *allowed: object) -> None:
-        """Refuse a value that changes the network in a way that the denoiser does not have."""
-        value = self.values.get(key)
-        if value is not None and value not in allowed:
+    def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
+        """Refuse a value that changes the network in a way that the denoiser does not have; ``is_said``: silence too."""
+        value = self.get(key)
+        if value is None and is_said:
+            raise CheckpointError(f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it.")
+        if value is not None and not any(type(value) is type(choice) and value == choice for choice in allowed):
             choices = ", ".join(json.dumps(choice) for choice in allowed)
             raise CheckpointError(f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}")
 
@@ -99,10 +139,17 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-FORMATS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4"}
-"""The modelopt algorithms that are read -> how their weights are stored; the others scale, pack or split them differently."""
+ALGORITHMS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4-weight"}
+"""modelopt's algorithms that are read -> the layer format of recipes; the others scale, pack or split weights differently."""
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16
+
+
+def weight_format(algorithm: str) -> str:
+    """What an algorithm of ``ALGORITHMS`` stores weights in: fp8 or nvfp4."""
+    found = FORMATS[ALGORITHMS[algorithm]].weights
+    assert found is not None, algorithm
+    return found
 
 
 @dataclass(frozen=True)
@@ -143,13 +190,13 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
 
     Raises CheckpointError for what is not modelopt's, and for algorithms that are not read.
     """
-    embedded = config.values.get("quantization_config")
+    embedded = config.get("quantization_config")
     if embedded is not None and not isinstance(embedded, dict):
         raise CheckpointError(f"{config.path}: quantization_config must be an object, found {type(embedded).__name__}")
     if embedded is not None and embedded.get("quant_method") != "modelopt":
         raise CheckpointError(
             f"{config.path}: quantised by {reprlib.repr(embedded.get('quant_method'))}, which is not read; only modelopt's "
-            f"{', '.join(FORMATS)} are. Use the checkpoint that is not quantised."
+            f"{', '.join(ALGORITHMS)} are. Use the checkpoint that is not quantised."
         )
     path = folder / QUANTISATION_FILE
     if path.is_file():
@@ -190,13 +237,13 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
 
 def _known_algorithm(path: Path, values: dict[str, Any], where: str) -> str:
     algorithm = values.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in FORMATS:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"{path}: quant_algo{where} is {reprlib.repr(algorithm)}, which is not read; {', '.join(FORMATS)} are. "
+            f"{path}: quant_algo{where} is {reprlib.repr(algorithm)}, which is not read; {', '.join(ALGORITHMS)} are. "
             "Use the checkpoint that is not quantised."
         )
     group_size = values.get("group_size")
-    if FORMATS[algorithm] == "nvfp4" and group_size not in (None, _NVFP4_GROUP_SIZE):
+    if weight_format(algorithm) == "nvfp4" and group_size not in (None, _NVFP4_GROUP_SIZE):
         raise CheckpointError(
             f"{path}: group_size{where} is {reprlib.repr(group_size)}; {algorithm} has groups of {_NVFP4_GROUP_SIZE}"
         )

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
-from dlm_export.checkpoints.folder import FORMATS, WEIGHT_DTYPES, Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 
 CACHE_SUFFIXES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
 """Of a quantised key/value cache: not the network's own, and not used."""
@@ -37,7 +37,7 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 class StoredQuantised:
     """A matrix as the checkpoint holds it: codes and scales, and the scale of its input where that is static.
 
-    ``algorithm`` is modelopt's name (a key of ``checkpoint.FORMATS``).
+    ``algorithm`` is modelopt's name (a key of ``ALGORITHMS``).
     """
 
     algorithm: str
@@ -69,7 +69,7 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
     """The tensors of a quantised ``[outputs, inputs]`` weight called ``tensor``, by name."""
     base = tensor.removesuffix(".weight")
     floats, one = tuple(WEIGHT_DTYPES), ((), (1,))
-    if FORMATS[algorithm] == "fp8":
+    if weight_format(algorithm) == "fp8":
         found = {
             tensor: Expected((_CODES["fp8"],), ((outputs, inputs),)),
             f"{base}.weight_scale": Expected(floats, (*one, (outputs,), (outputs, 1))),
@@ -115,7 +115,7 @@ def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised
     Raises CheckpointError for scales that are not finite and positive (a group's may be zero) and codes that are NaN.
     """
     base = tensor.removesuffix(".weight")
-    number_format = FORMATS[algorithm]
+    number_format = weight_format(algorithm)
     codes = checkpoint.tensor(tensor)
     if number_format == "fp8":
         values = _e4m3(codes)

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, read_json
-from dlm_export.network.denoiser import NetworkSpec
+from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import DlmError
 from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES
 

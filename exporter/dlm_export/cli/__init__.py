@@ -1,5 +1,5 @@
 """The command line: arguments in, printed results and exit codes out. Everything it does is a function of another room."""
 
-from dlm_export.cli.commands import main
+from dlm_export.cli.app import main
 
 __all__ = ["main"]

@@ -1,16 +1,15 @@
-"""What a family file provides, and the special ids that every family reads the same way."""
+"""What a family file provides: how a released config becomes a ``NetworkSpec``, and its tensors a denoiser's parameters."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.network.denoiser import NetworkSpec
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.network.spec import NetworkSpec
 
 
 class Parameters(Protocol):
@@ -21,55 +20,48 @@ class Parameters(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
-    """The released tensor behind a denoiser's parameter; ``transpose``: stored ``[out, in]``."""
+class Piece:
+    """A released tensor, or ``rows`` ``[first, last)`` of its first axis."""
 
     tensor: str
-    transpose: bool = False
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What a release calls the denoiser's tensors, ``.weight`` and ``.bias`` left out; ``layer`` is formatted with ``i``."""
+class Source:
+    """The released tensors behind a denoiser's parameter.
 
-    embed: str
-    layer: str
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    out: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-    final_norm: str
-    head: str
+    Several pieces lie one behind the other along their first axis, or with ``is_stacked`` each is one entry of a new first
+    axis, as experts are. ``transpose``: matrices are stored ``[out, in]``. Several parameters may read one tensor: rows of a
+    fused matrix, or all of one that is tied.
+    """
 
-    def sources(self, c: NetworkSpec) -> dict[str, Source]:
-        """Denoiser parameter -> released tensor. Released matrices are ``[out, in]``, the denoiser's ``[in, out]``."""
-        linears = {
-            "attention.q": self.q,
-            "attention.k": self.k,
-            "attention.v": self.v,
-            "attention.out": self.out,
-            "mlp.gate": self.gate,
-            "mlp.up": self.up,
-            "mlp.down": self.down,
-        }
-        sources = {"embed.weight": Source(f"{self.embed}.weight")}
-        for i in range(c.layers):
-            ours, theirs = f"blocks.{i}.", self.layer.format(i=i)
-            sources[f"{ours}attention_norm.weight"] = Source(f"{theirs}{self.attention_norm}.weight")
-            sources[f"{ours}mlp_norm.weight"] = Source(f"{theirs}{self.mlp_norm}.weight")
-            for name, released in linears.items():
-                sources[f"{ours}{name}.weight"] = Source(f"{theirs}{released}.weight", transpose=True)
-                if c.qkv_bias and name in ("attention.q", "attention.k", "attention.v"):
-                    sources[f"{ours}{name}.bias"] = Source(f"{theirs}{released}.bias")
-        sources["final_norm.weight"] = Source(f"{self.final_norm}.weight")
-        if not c.tied_head:
-            sources["head.weight"] = Source(f"{self.head}.weight", transpose=True)
-        return sources
+    pieces: tuple[Piece, ...]
+    transpose: bool = False
+    is_stacked: bool = False
+
+    @staticmethod
+    def of(tensor: str, transpose: bool = False) -> Source:
+        """A parameter that is one whole tensor."""
+        return Source((Piece(tensor),), transpose)
+
+    @property
+    def whole(self) -> str | None:
+        """The tensor's name if the parameter is one whole tensor."""
+        (first, *rest) = self.pieces
+        return first.tensor if not rest and first.rows is None and not self.is_stacked else None
+
+    def shapes(self, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """What each piece's part of its tensor must look like, for a parameter of this shape."""
+        released = (*parameter[:-2], parameter[-1], parameter[-2]) if self.transpose else parameter
+        if self.is_stacked:
+            assert released[0] == len(self.pieces), (released, self)
+            return [released[1:]] * len(self.pieces)
+        if self.whole is not None:
+            return [released]
+        counts = [last - first for piece in self.pieces for first, last in (piece.rows or (0, 0),)]
+        assert sum(counts) == released[0], (released, self)
+        return [(count, *released[1:]) for count in counts]
 
 
 @dataclass(frozen=True)
@@ -88,57 +80,34 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    network: Callable[[Checkpoint, Overrides], NetworkSpec]
-    layout: Layout
+    read: Callable[[Checkpoint, Overrides], NetworkSpec]
+    sources: Callable[[NetworkSpec], dict[str, Source]]
 
 
 @dataclass(frozen=True)
-class SpecialTokens:
-    """Ids read from config.json, generation_config.json and tokenizer_config.json."""
+class Layout:
+    """Tensor names that follow one pattern: ``layer`` is formatted with ``i``, ``names`` is by module path inside a layer.
 
-    mask: int
-    eos: tuple[int, ...]
-    pad: int | None
+    ``.weight`` and ``.bias`` are left out of all. Released matrices are ``[out, in]``, the denoiser's ``[in, out]``.
+    """
 
+    embed: str
+    layer: str
+    names: dict[str, str]
+    final_norm: str
+    head: str
 
-def special_tokens(checkpoint: Checkpoint, vocab_size: int, overrides: Overrides) -> SpecialTokens:
-    """Find the special ids; never guess the mask token. Raises CheckpointError."""
-    config = checkpoint.config.values
-    mask = overrides.mask_token_id
-    for found in (config.get("mask_token_id"), _tokenizer_id(checkpoint, "mask_token")):
-        mask = found if mask is None else mask
-    if mask is None:
-        raise CheckpointError(
-            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json. Pass --mask-token-id."
-        )
-    eos: list[int] = []
-    generation = checkpoint.optional_json("generation_config.json")
-    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None and token not in eos:
-                eos.append(token)
-    pad = config.get("pad_token_id")
-    for name, token in [("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", token) for token in eos)]:
-        if token is None and name == "pad_token_id":
-            continue
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise CheckpointError(
-                f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
-                "Pass --mask-token-id, or correct the file."
-            )
-    if mask in eos:
-        raise CheckpointError(f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id")
-    return SpecialTokens(mask, tuple(eos), pad)
-
-
-def _tokenizer_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """The id of a special token that tokenizer_config.json names, by its table of added tokens."""
-    config = checkpoint.optional_json("tokenizer_config.json")
-    token = config.get(name)
-    text = token.get("content") if isinstance(token, dict) else token
-    added = config.get("added_tokens_decoder")
-    for number, entry in added.items() if isinstance(added, dict) else []:
-        if text is not None and isinstance(entry, dict) and entry.get("content") == text:
-            # Ten digits are no token id, and thousands of them more than int() takes.
-            return int(number) if number.isdecimal() and len(number) < 10 else None
-    return None
+    def sources(self, network: NetworkSpec) -> dict[str, Source]:
+        """Denoiser parameter -> released tensor."""
+        outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
+        matrices = {linear.weight for linear in network.linear_layers()}
+        sources = {}
+        for parameter in network.parameters():
+            module, _, kind = parameter.rpartition(".")
+            if module in outside:
+                released = outside[module]
+            else:
+                _, i, inner = module.split(".", 2)  # blocks.I.INNER
+                released = self.layer.format(i=i) + self.names[inner]
+            sources[parameter] = Source.of(f"{released}.{kind}", transpose=parameter in matrices)
+        return sources

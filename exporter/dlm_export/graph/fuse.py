@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
@@ -110,21 +112,57 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     y = None if merged is None else _only_user(merged.outputs[0], "Reshape")
     if rotated is None or y is None or turned.inputs[1:] != rotated.inputs[1:]:
         return
-    parts = [_unsplit(value) for value in (turned.inputs[0], rotated.inputs[0], present_value)]
-    inputs = [*parts, past_key, past_value, rotated.inputs[3], rotated.inputs[1], rotated.inputs[2]]
-    given = [value for value in inputs if value is not None]
+    if _turned_size(turned) or _turned_size(rotated):
+        return  # a part of each head, where the kernel turns the whole
+    query, key, value = (_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value))
+    if query is None or key is None or value is None:
+        return
+    merged_heads = [_merged(traced.model, attention, part) for part in (query, key, value)]
+    inputs = [*merged_heads, past_key, past_value, rotated.inputs[3], rotated.inputs[1], rotated.inputs[2]]
+    given = [each for each in inputs if each is not None]
     if len(given) != len(inputs) or present_key is None or present_value is None:
         return
-    c = traced.network
     old = [y.outputs[0], present_key, present_value]
-    _call(traced.model, attention, "CachedAttention", given, old, heads=c.heads, kv_heads=c.kv_heads)
+    _call(traced.model, attention, "CachedAttention", given, old, heads=query.count, kv_heads=key.count)
 
 
-def _unsplit(value: ir.Value | None) -> ir.Value | None:
-    """What was cut into heads: ``[B, T, heads * D]`` of ``[B, heads, T, D]``."""
+def _turned_size(node: ir.Node) -> int:
+    """Features of a head that a RotaryEmbedding turns; 0: all."""
+    attribute = node.attributes.get("rotary_embedding_dim")
+    return 0 if attribute is None else attribute.as_int()
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """``count`` heads ``[B, T, count, D]``: ``split`` as they were cut, ``ready`` as attention takes them, a norm between."""
+
+    count: int
+    split: ir.Node
+    ready: ir.Value
+
+
+def _heads_of(value: ir.Value | None) -> _Heads | None:
+    """The heads behind ``[B, heads, T, D]``."""
     transposed = _producer(value, "Transpose")
-    split = None if transposed is None else _producer(transposed.inputs[0], "Reshape")
-    return None if split is None else split.inputs[0]
+    ready = None if transposed is None else transposed.inputs[0]
+    normed = _producer(ready, "RMSNormalization")
+    split = _producer(ready if normed is None else normed.inputs[0], "Reshape")
+    wanted = None if split is None else split.inputs[1]
+    shape = None if wanted is None else ir.convenience.get_const_tensor(wanted)
+    if ready is None or split is None or shape is None:
+        return None
+    return _Heads(int(shape.numpy()[2]), split, ready)
+
+
+def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value | None:
+    """``[B, T, count * D]``: what was cut into heads or, behind a norm of each, the heads put side by side again."""
+    if heads.ready is heads.split.outputs[0]:
+        return heads.split.inputs[0]
+    metadata = {LAYER_KEY: before.metadata_props[LAYER_KEY]}
+    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, -1], np.int64))}, metadata_props=metadata)
+    whole = ir.node("Reshape", [heads.ready, shape.outputs[0]], metadata_props=metadata)
+    model.graph.insert_before(before, [shape, whole])
+    return whole.outputs[0]
 
 
 def _fuse_candidates(model: ir.Model) -> None:

@@ -37,7 +37,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.trace import Graph
-from dlm_export.network.denoiser import NetworkSpec
+from dlm_export.network.spec import LinearSpec
 from dlm_runtime.errors import DlmError
 
 TRT_DOMAIN = "trt"
@@ -61,25 +61,16 @@ class Part:
     part: str
 
 
-def linear_layers(network: NetworkSpec) -> dict[str, tuple[int, int]]:
-    """Module path -> ``(inputs, outputs)`` of every matrix multiplication by a weight of its own, in order of the pass."""
-    return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in network.parameter_shapes().items()
-        if len(shape) == 2 and name != "embed.weight"
-    }
-
-
 def _weight(node: ir.Node) -> ir.Value | None:
     if node.op_type != "MatMul" or node.inputs[1] is None or not node.inputs[1].is_initializer():
         return None
     return node.inputs[1]
 
 
-def check(layers: Mapping[str, tuple[int, int]], formats: Mapping[str, str], *, for_tensorrt: bool = False) -> None:
+def check(layers: Mapping[str, LinearSpec], formats: Mapping[str, str], *, for_tensorrt: bool = False) -> None:
     """Raises QuantiseError for a layer whose shape does not suit its format; TensorRT takes no group that is short."""
     for layer, name in formats.items():
-        inputs, _ = layers[layer]
+        inputs = layers[layer].inputs
         size = FORMATS[name].group_size
         if for_tensorrt and FORMATS[name].weights == "int4" and size is not None and inputs % size:
             raise QuantiseError(

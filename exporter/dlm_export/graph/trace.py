@@ -21,7 +21,8 @@ from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
 from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ELEMENT_TYPES = {
@@ -93,23 +94,22 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _names(layers: int, prefix: str) -> list[str]:
-    return [f"{prefix}_{kind}.{i}" for i in range(layers) for kind in ("key", "value")]
+_INPUTS, _OUTPUTS = ("input_ids", "position_ids", "score_rows"), ("top_token", "top_prob", "entropy", "logits")
 
 
-def input_names(layers: int) -> list[str]:
+def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
+    """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in order."""
+    return {f"{prefix}_{kind}.{i}": shape for i, shape in enumerate(network.cache_shapes()) for kind in ("key", "value")}
+
+
+def input_names(network: NetworkSpec) -> list[str]:
     """Names of the graph's inputs, in order."""
-    return ["input_ids", "position_ids", "score_rows", *_names(layers, "past")]
+    return [*_INPUTS, *_cache_ports(network, "past")]
 
 
-def output_names(layers: int) -> list[str]:
+def output_names(network: NetworkSpec) -> list[str]:
     """Names of the graph's outputs, in order."""
-    return ["top_token", "top_prob", "entropy", "logits", *_names(layers, "present")]
-
-
-def cache_shapes(network: NetworkSpec) -> list[tuple[int, int]]:
-    """Key and value heads and the size of one, by layer."""
-    return [(network.kv_heads, network.head_size)] * network.layers
+    return [*_OUTPUTS, *_cache_ports(network, "present")]
 
 
 def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_device: bool = False) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_de
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
         {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
-        for i, (kv_heads, head_size) in enumerate(cache_shapes(network))
+        for i, (kv_heads, head_size) in enumerate(network.cache_shapes())
     ]
     return {
         "file": GRAPH_FILE,
@@ -125,7 +125,7 @@ def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_de
         "simulated": is_simulated,
         "top_k": TOP_K,
         "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
-        "ports": {name: name for name in (*input_names(0), *output_names(0))} | {"layers": layers},
+        "ports": {name: name for name in (*_INPUTS, *_OUTPUTS)} | {"layers": layers},
     }
 
 
@@ -143,10 +143,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     with torch.device("meta"):
         ids = torch.zeros(B, T, dtype=torch.int64)
         rows = torch.zeros(B, R, dtype=torch.int64)
-        past = [
-            (torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype), torch.zeros(B, c.kv_heads, S, c.head_size, dtype=dtype))
-            for _ in range(c.layers)
-        ]
+        shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
+        past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
     # The exporter reports on itself through warnings and logging (torchvision is absent, and so on): nothing for a user.
@@ -157,9 +155,9 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
             (ids, ids.clone(), rows, past),
             dynamo=True,
             opset_version=OPSET,
-            input_names=input_names(c.layers),
-            output_names=output_names(c.layers),
-            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * c.layers),
+            input_names=input_names(c),
+            output_names=output_names(c),
+            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * len(past)),
             optimize=False,
             verbose=False,
         )
@@ -242,6 +240,8 @@ def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
         "entropy": ["B", "R"],
         "logits": ["B", "R", c.vocab_size],
     }
+    for prefix, rows in (("past", "S"), ("present", "T")):
+        for name, (kv_heads, head_size) in _cache_ports(c, prefix).items():
+            shapes[name] = ["B", kv_heads, rows, head_size]
     for value in (*model.graph.inputs, *model.graph.outputs):
-        rows = "S" if str(value.name).startswith("past") else "T"
-        value.shape = ir.Shape(shapes.get(str(value.name), ["B", c.kv_heads, rows, c.head_size]))
+        value.shape = ir.Shape(shapes[str(value.name)])

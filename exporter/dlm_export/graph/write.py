@@ -15,7 +15,8 @@ import onnx_ir as ir
 from dlm_calibration.formats import pack_nibbles
 from dlm_export.graph import DATA_FILE, DEVICE_FILE, GRAPH_FILE, LAYER_KEY, PRECISIONS
 from dlm_export.graph.trace import Graph
-from dlm_export.network.denoiser import NetworkSpec, rotary_tables
+from dlm_export.network.denoiser import cosines_and_sines
+from dlm_export.network.spec import NetworkSpec
 
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 
@@ -23,8 +24,9 @@ DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 def data_bytes(network: NetworkSpec, precision: str) -> int:
     """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask token's bias, page padding."""
     c = network
-    elements = c.parameter_count() + c.max_canvas_length * c.head_size
-    padding = (len(c.parameter_shapes()) + 3) * DATA_ALIGNMENT
+    tables = c.rotary_tables()
+    elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
+    padding = (len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
     return elements * PRECISIONS[precision] + 4 * c.vocab_size + padding
 
 
@@ -42,10 +44,12 @@ def write_graph(
     ``parameter`` raises, and OSError when the disk is full.
     """
     c, dtype = graph.network, graph.element_type.numpy()
-    cos, sin = rotary_tables(c)
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
     mask_token_bias[c.mask_token_id] = -np.inf
-    buffers = {"cos": cos.numpy().astype(dtype), "sin": sin.numpy().astype(dtype), "mask_token_bias": mask_token_bias}
+    buffers = {"mask_token_bias": mask_token_bias}
+    for i, table in enumerate(c.rotary_tables()):
+        for name, values in zip(("cos", "sin"), cosines_and_sines(table, c.max_canvas_length), strict=True):
+            buffers[f"rotary.{i}.{name}"] = values.numpy().astype(dtype)
     with open(folder / DATA_FILE, "wb") as data:
         for name, value in graph.model.graph.initializers.items():
             if value.const_value is not None:

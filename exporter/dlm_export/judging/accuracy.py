@@ -17,16 +17,17 @@ from dlm_calibration.metrics import summarise
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import Sample, State
 from dlm_export import families
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
-from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor
+from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
 from dlm_export.judging.report import write_report
 from dlm_export.judging.threshold import THRESHOLDS, Refit, refit_threshold
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
-from dlm_export.sources import Source, network_of
+from dlm_export.sources import Source
 from dlm_runtime.errors import DlmError
 from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
@@ -142,20 +143,16 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle by another. Raises DlmError if they are not of one denoiser's shape and vocabulary."""
+    """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same tokens."""
     with (
         dlm_runtime.open(reference, engine=engine, threads=threads) as first,
         dlm_runtime.open(candidate, engine=engine, threads=threads) as second,
     ):
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
-        c, theirs = network_of(first.manifest), network_of(second.manifest)
-        for key in ("vocab_size", "mask_token_id", "shift", "eos_token_ids"):
-            if getattr(c, key) != getattr(theirs, key):
-                raise DlmError(
-                    f"{candidate}: its {key} is {getattr(theirs, key)}, that of {reference} is {getattr(c, key)}: "
-                    "only bundles that predict the same tokens can be compared"
-                )
+        c = network_of(first.manifest)
+        sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
+        check_comparable(*sides)  # before any data is read
         data = load_data(c, reference, first.tokenizer, options, is_calibrating=False)
         if data.warning:
             warn(data.warning)
@@ -163,17 +160,7 @@ def compare_bundles(
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.preset)
         progress.start("judge", judge_units(samples))
-        result = _judge(
-            BundlePredictor(first, _title(reference, first)),
-            BundlePredictor(second, _title(candidate, second)),
-            samples,
-            c,
-            policy,
-            second,
-            options.seed,
-            None,
-            progress.advance,
-        )
+        result = _judge(*sides, samples, c, policy, second, options.seed, None, progress.advance)
     return replace(result, layers=_known_layers(candidate)).with_budgets(budgets)
 
 

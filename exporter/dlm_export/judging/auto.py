@@ -8,7 +8,7 @@ asks for it. Everything runs in torch on simulated values, so the target need no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.judging.accuracy import Sweep, masked_loss
 from dlm_export.judging.predictors import TorchPredictor
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.sources import Source
 from dlm_export.targets import Target
@@ -70,14 +71,18 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
     return options.formats or tuple(shared)
 
 
-def units(shapes: Mapping[str, tuple[int, int]], formats: Sequence[str], states: int) -> int:
+def searched(network: NetworkSpec) -> dict[str, LinearSpec]:
+    """The layers that ``search`` chooses for, by path: all but the head, which keeps full precision."""
+    return {path: layer for path, layer in network.quantisable().items() if layer.role != "head"}
+
+
+def units(network: NetworkSpec, formats: Sequence[str], states: int) -> int:
     """How often ``search`` calls ``on_done``."""
-    return len(formats) * (states + sum(layer != "head" for layer in shapes)) + PROBES
+    return len(formats) * (states + len(searched(network))) + PROBES
 
 
 def search(
     source: Source,
-    shapes: Mapping[str, tuple[int, int]],
     states: Sequence[State],
     samples: Sequence[Sample],
     formats: Sequence[str],
@@ -88,27 +93,27 @@ def search(
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
-    The head keeps full precision. Deterministic for the same arguments. Raises RecipeError if not even the first move keeps
+    Deterministic for the same arguments. Raises RecipeError if not even the first move keeps
     the budget.
     """
     budget = DEFAULT_BUDGET if budget is None else budget
-    layers = [layer for layer in shapes if layer != "head"]
+    layers = searched(source.network)
     ready = {}
     for name in formats:
         # A layer whose shape does not suit the format goes without it.
-        fitting = {layer: name for layer in layers if FORMATS[name].weights != "nvfp4" or shapes[layer][0] % 16 == 0}
+        fitting = {path: name for path, layer in layers.items() if FORMATS[name].weights != "nvfp4" or layer.inputs % 16 == 0}
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
-        ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, shapes, states, on_done)
+        ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done)
     denoiser = families.load(source.parameters, source.network)
     sweep = Sweep(denoiser, states)
     choices: dict[str, list[Choice]] = {}
     rows = []
-    for layer in layers:
-        choices[layer] = [Choice(HIGH, 0.0, FORMATS[HIGH].weight_bytes(*shapes[layer]))]
+    for layer, spec in layers.items():
+        choices[layer] = [Choice(HIGH, 0.0, FORMATS[HIGH].weight_bytes(spec.inputs, spec.outputs))]
         for name in formats:
             if layer in ready[name].formats:
                 kl, frontier_kl = sweep.loss(ready[name], [layer])
-                choices[layer].append(Choice(name, frontier_kl, FORMATS[name].weight_bytes(*shapes[layer])))
+                choices[layer].append(Choice(name, frontier_kl, FORMATS[name].weight_bytes(spec.inputs, spec.outputs)))
                 rows.append({"layer": layer, "format": name, "kl": kl, "frontier_kl": frontier_kl})
             on_done()
     path = trade_off(choices)

@@ -1,66 +1,47 @@
-"""The generic denoiser: one bidirectional transformer that every masked family fills.
+"""The denoiser that a ``NetworkSpec`` describes, in torch: one bidirectional transformer, its layers as they are described.
 
-What differs between families is data: a ``NetworkSpec`` record that an adapter in ``families/``
-reads from the checkpoint. Nothing here knows a family by name. Shapes use the glossary's letters:
-``B`` rows, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
+Nothing here knows a family by name. Shapes use the glossary's letters: ``B`` rows, ``T`` tokens of one pass, ``S`` cached
+tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
 
-Follows the pre-norm layout that LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487) share:
-RMSNorm, rotate-half RoPE, grouped queries, SwiGLU.
+RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487) have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RotaryTable, rotary_table
+from dlm_runtime.errors import DlmError
 
-@dataclass(frozen=True)
-class NetworkSpec:
-    """What a denoiser is, as read from its checkpoint; counts are tokens, heads or features."""
+Turn = tuple[Tensor, Tensor, Tensor]
+"""What turns heads by position: cosines and sines ``[positions, D / 2]``, position ids ``[B, T]``."""
+Past = tuple[Tensor, Tensor]
+"""One layer's keys and values, ``[B, Hkv, rows, D]``."""
 
-    family: str
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp_size: int
-    max_canvas_length: int
-    rope_theta: float
-    norm_eps: float
-    qkv_bias: bool
-    tied_head: bool
-    shift: int
-    mask_token_id: int
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
-    attention: str = "full"
-    noise: str = "absorbing"
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of ``Denoiser``, in the order of the forward pass."""
-        with torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in Denoiser(self).named_parameters()}
+class UnbuiltNetworkError(DlmError):
+    """A description says something that this version does not build."""
 
-    def parameter_count(self) -> int:
-        """Parameters held by the denoiser; a tied head counts once."""
-        total = 0
-        for shape in self.parameter_shapes().values():
-            count = 1
-            for size in shape:
-                count *= size
-            total += count
-        return total
 
-    def as_dict(self) -> dict[str, object]:
-        """Plain values, as the manifest and ``inspect --json`` show them."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+def check_built(network: NetworkSpec) -> None:
+    """Raises UnbuiltNetworkError that names the first layer that needs what ``Denoiser`` lacks, and what that is."""
+    for i, layer in enumerate(network.layers):
+        a, mlp = layer.attention, layer.mlp
+        lacking = {
+            f"{a.visibility} attention": a.visibility != "full",
+            f"attention in a window of {a.window}": a.window is not None,
+            "a mixture of experts": isinstance(mlp, ExpertsSpec),
+            f"activation {mlp.activation}": mlp.activation != "silu",
+        }
+        for what, is_lacking in lacking.items():
+            if is_lacking:
+                raise UnbuiltNetworkError(f"{network.architecture}: layer {i} has {what}, which this version does not build")
+    if network.noise != "absorbing":
+        raise UnbuiltNetworkError(f"{network.architecture}: {network.noise} noise is not built by this version")
 
 
 class Linear(nn.Module):
@@ -95,75 +76,65 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, is_plain: bool) -> Tensor:
-    """Rotate-half RoPE of ``x`` ``[B, ..., T, D]`` by tables ``[positions, D / 2]`` at ``position_ids`` ``[B, T]``."""
+def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
+    """Rotate-half RoPE of the first features of ``x`` ``[B, ..., T, D]``, as many as the tables have."""
+    cos, sin, position_ids = turn
+    size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
         # One RotaryEmbedding node; the plain form below would be taken apart into nine. It has no gradient.
-        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, cos, sin, position_ids)
+        partly = 0 if size == x.shape[-1] else size
+        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, cos, sin, position_ids, rotary_embedding_dim=partly)
         return rotated
     c, s = F.embedding(position_ids, cos), F.embedding(position_ids, sin)
     for _ in range(x.dim() - 3):
         c, s = c.unsqueeze(1), s.unsqueeze(1)
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * c - second * s, second * c + first * s), -1)
+    first, second, rest = x[..., : size // 2], x[..., size // 2 : size], x[..., size:]
+    return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
 class Attention(nn.Module):
     """Full bidirectional attention with grouped queries over cached and new keys."""
 
-    def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
+    def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool) -> None:
         super().__init__()
-        c, self.is_plain = network, is_plain
-        self.heads, self.kv_heads, self.head_size = c.heads, c.kv_heads, c.head_size
-        self.q = Linear(c.hidden_size, c.heads * c.head_size, bias=c.qkv_bias)
-        self.k = Linear(c.hidden_size, c.kv_heads * c.head_size, bias=c.qkv_bias)
-        self.v = Linear(c.hidden_size, c.kv_heads * c.head_size, bias=c.qkv_bias)
-        self.out = Linear(c.heads * c.head_size, c.hidden_size)
+        a = self.spec = spec
+        self.is_plain = is_plain
+        self.q = Linear(hidden_size, a.heads * a.head_size, bias=a.qkv_bias)
+        self.k = Linear(hidden_size, a.kv_heads * a.head_size, bias=a.qkv_bias)
+        self.v = Linear(hidden_size, a.kv_heads * a.head_size, bias=a.qkv_bias)
+        self.out = Linear(a.heads * a.head_size, hidden_size, bias=a.out_bias)
+        self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
 
-    def forward(
-        self, x: Tensor, position_ids: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, x: Tensor, turn: Turn | None, past: Past | None) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
-        if self.is_plain:
-            return self._plain(x, position_ids, cos, sin, past)
-        q = self.q(x).view(B, T, self.heads, self.head_size).transpose(1, 2)
-        k = self.k(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
-        v = self.v(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
-        q = rotate(q, cos, sin, position_ids, is_plain=False)
-        k = rotate(k, cos, sin, position_ids, is_plain=False)
+        a = self.spec
+        if self.is_plain:  # queries that share a key lie on an axis of their own
+            q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
+        else:
+            q = self.q_norm(self.q(x).view(B, T, a.heads, a.head_size)).transpose(1, 2)
+        k = self.k_norm(self.k(x).view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
+        v = self.v(x).view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
+        if turn is not None:
+            q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
         keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
-        y = F.scaled_dot_product_attention(q, keys, values, enable_gqa=self.heads != self.kv_heads)
-        y = y.transpose(1, 2).reshape(B, T, self.heads * self.head_size)
-        return self.out(y), (k, v)
-
-    def _plain(
-        self, x: Tensor, position_ids: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The same by two products and a softmax in fp32; queries that share a key lie on an axis of their own."""
-        B, T, _ = x.shape
-        group = self.heads // self.kv_heads
-        q = self.q(x).view(B, T, self.kv_heads, group, self.head_size).permute(0, 2, 3, 1, 4)
-        k = self.k(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
-        v = self.v(x).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
-        q = rotate(q, cos, sin, position_ids, is_plain=True)
-        k = rotate(k, cos, sin, position_ids, is_plain=True)
-        keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
-        scores = (q * self.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)
-        y = scores.float().softmax(-1).to(x.dtype) @ values.unsqueeze(2)
-        y = y.permute(0, 3, 1, 2, 4).reshape(B, T, self.heads * self.head_size)
-        return self.out(y), (k, v)
+        if self.is_plain:  # two products, and a softmax in fp32
+            scores = (q * a.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)
+            y = scores.float().softmax(-1).to(x.dtype) @ values.unsqueeze(2)
+            y = y.permute(0, 3, 1, 2, 4)
+        else:
+            y = F.scaled_dot_product_attention(q, keys, values, enable_gqa=a.group > 1).transpose(1, 2)
+        return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
 
 
 class MLP(nn.Module):
     """SwiGLU: ``down(silu(gate x) * up x)``."""
 
-    def __init__(self, network: NetworkSpec) -> None:
+    def __init__(self, spec: MlpSpec, hidden_size: int) -> None:
         super().__init__()
-        c = network
-        self.gate = Linear(c.hidden_size, c.mlp_size)
-        self.up = Linear(c.hidden_size, c.mlp_size)
-        self.down = Linear(c.mlp_size, c.hidden_size)
+        self.gate = Linear(hidden_size, spec.size)
+        self.up = Linear(hidden_size, spec.size)
+        self.down = Linear(spec.size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -171,30 +142,46 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer."""
+    """One transformer layer, with norms where it is described to have them."""
 
-    def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
+    def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
-        c = network
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
-        self.attention = Attention(c, is_plain)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
-        self.mlp = MLP(c)
+        assert isinstance(spec.mlp, MlpSpec)
 
-    def forward(
-        self, x: Tensor, position_ids: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        y, present = self.attention(self.attention_norm(x), position_ids, cos, sin, past)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), present
+        def norm(name: str) -> nn.Module:
+            return RMSNorm(hidden_size, spec.norm_eps, is_plain) if name in spec.norms else nn.Identity()
+
+        self.attention_norm = norm("attention_norm")
+        self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain)
+        self.attention_out_norm = norm("attention_out_norm")
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = MLP(spec.mlp, hidden_size)
+        self.mlp_out_norm = norm("mlp_out_norm")
+
+    def forward(self, x: Tensor, turn: Turn | None, past: Past | None) -> tuple[Tensor, Past]:
+        y, present = self.attention(self.attention_norm(x), turn, past)
+        x = x + self.attention_out_norm(y)
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), present
 
 
-def rotary_tables(network: NetworkSpec) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[max_canvas_length, D / 2]`` in fp32, computed in float64."""
-    c = network
-    inverse = c.rope_theta ** (-torch.arange(0, c.head_size, 2, dtype=torch.float64) / c.head_size)
-    angles = torch.outer(torch.arange(c.max_canvas_length, dtype=torch.float64), inverse)
+def cosines_and_sines(table: RotaryTable, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[positions, size / 2]`` in fp32, computed in float64."""
+    inverse = table.theta ** (-torch.arange(0, table.size, 2, dtype=torch.float64) / table.size)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64) / table.scaling, inverse)
     return angles.cos().float(), angles.sin().float()
+
+
+class Rotary(nn.Module):
+    """A table of cosines and sines that layers share."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, table: RotaryTable, positions: int) -> None:
+        super().__init__()
+        cos, sin = cosines_and_sines(table, positions)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
 
 class Denoiser(nn.Module):
@@ -202,34 +189,34 @@ class Denoiser(nn.Module):
 
     Parameters are created uninitialised; ``families.load`` fills them from a checkpoint. ``is_plain`` computes the same in
     elementary operations, for engines whose parsers do not know attention, norms and rotations as operators.
+    Raises UnbuiltNetworkError.
     """
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
         super().__init__()
+        check_built(network)
         c = self.network = network
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size))
-        self.blocks = nn.ModuleList(Block(c, is_plain) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(Block(layer, c.hidden_size, is_plain) for layer in c.layers)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
         self.head = None if c.tied_head else Linear(c.hidden_size, c.vocab_size)
-        cos, sin = rotary_tables(c)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        tables = c.rotary_tables()
+        self.rotary = nn.ModuleList(Rotary(table, c.max_canvas_length) for table in tables)
+        used = [rotary_table(layer.attention) for layer in c.layers]
+        self._turned_by = [None if table is None else tables.index(table) for table in used]
 
-    def hidden(
-        self, input_ids: Tensor, position_ids: Tensor, past: Sequence[tuple[Tensor, Tensor]] | None = None
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None) -> tuple[Tensor, list[Past]]:
         """Final-norm features ``[B, T, hidden]`` and each layer's new keys and values ``[B, Hkv, T, D]``.
 
         ``past`` holds position-encoded keys and values ``[B, Hkv, S, D]`` a layer, in any order of
         positions: attention is bidirectional and unmasked, so only the set of cached rows matters.
         """
         x = self.embed(input_ids)
+        turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
         presents = []
         for i, block in enumerate(self.blocks):
-            x, present = block(x, position_ids, self.cos, self.sin, None if past is None else past[i])
+            number = self._turned_by[i]
+            x, present = block(x, None if number is None else turns[number], None if past is None else past[i])
             presents.append(present)
         return self.final_norm(x), presents
 

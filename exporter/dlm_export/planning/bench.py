@@ -19,6 +19,7 @@ from typing import Any
 
 import dlm_runtime
 from dlm_calibration.recipes import FORMATS
+from dlm_export.bundle import network_of
 from dlm_export.planning import roofline
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import this_machine
@@ -235,5 +236,5 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
     """The work of a pass on a CPU, which computes in full precision what it has no arithmetic for."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
-    denoiser, element_bytes = manifest["network"], roofline.CACHE_BYTES[manifest["loop"]["graph"]["cache_dtype"]]
-    return roofline.work_of(denoiser, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes)
+    network, element_bytes = network_of(manifest), roofline.CACHE_BYTES[manifest["loop"]["graph"]["cache_dtype"]]
+    return roofline.work_of(network, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes)

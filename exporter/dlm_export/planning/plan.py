@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.bundle import OutputError
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import Measured, interpolated_ratio
@@ -178,7 +179,7 @@ def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]
 @functools.lru_cache(maxsize=1 << 16)
 def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Work:
     return work_of(
-        shape.denoiser,
+        shape.network,
         dict(precision.layers),
         made.tokens,
         made.cached,
@@ -199,11 +200,14 @@ def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> P
 
 def weights_bytes(shape: Shape, precision: Precision) -> int:
     """Bytes of all weights, embedding and scales included."""
-    d = shape.denoiser
-    row = precision.element_bytes * d["hidden_size"]
-    # A pass of one token that scores it reads everything but the rest of the embedding table; a tied head is that table.
-    read = _work(shape, precision, PassSize(1, 0, 1), 1).weight_bytes - row
-    return int(read + (0 if d["tied_head"] else row * d["vocab_size"]))
+    network, held = shape.network, dict(precision.layers)
+    elements = network.parameter_count() - sum(math.prod(layer.shape) for layer in network.linear_layers())
+    matrices = 0
+    for layer in network.linear_layers():
+        chosen = FORMATS[held.get(layer.path, HIGH)]
+        full = precision.element_bytes * layer.inputs * layer.outputs
+        matrices += layer.count * (full if chosen.weights is None else chosen.weight_bytes(layer.inputs, layer.outputs))
+    return precision.element_bytes * elements + matrices
 
 
 def memory_bytes(shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int) -> int:
@@ -213,8 +217,8 @@ def memory_bytes(shape: Shape, precision: Precision, target: Target, canvas: int
     has.
     """
     weights = weights_bytes(shape, precision)
-    found = estimate(shape.denoiser, weights, Limits(canvas, block_length))
-    logits = estimate(shape.denoiser, weights, Limits(0, block_length)).passes  # in fp32 everywhere
+    found = estimate(shape.network, weights, Limits(canvas, block_length))
+    logits = estimate(shape.network, weights, Limits(0, block_length)).passes  # in fp32 everywhere
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
     total: int = weights + rows
     return total + (0 if target.sm is None else DEVICE_OVERHEAD_BYTES)
@@ -368,7 +372,7 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
     asked = measured.generation
     preset = shape.presets.get(asked.preset)
     found = [each for each in precisions_of(shape, TARGETS["cpu"])[0] if measured.precision in (each.name, *each.same_as)]
-    is_same = shape.denoiser["parameters"] == measured.parameters
+    is_same = shape.network.parameter_count() == measured.parameters
     if not is_same or preset is None or preset["cache"] not in ("none", "dual") or not found or not asked.nfe:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)

@@ -10,15 +10,16 @@ there, and its threads are those that the engine has.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 
 FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's loop.graph.cache_dtype
@@ -52,28 +53,15 @@ class Rates:
     macs: Mapping[str, float]
 
 
-def layer_shapes(denoiser: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Module path -> ``(inputs, outputs)`` of every matrix that a row passes, the head (tied or not) last.
-
-    ``denoiser`` is the manifest's ``network``, or ``NetworkSpec.as_dict()``.
-    """
-    hidden, mlp = denoiser["hidden_size"], denoiser["mlp_size"]
-    queries, keys = denoiser["heads"] * denoiser["head_size"], denoiser["kv_heads"] * denoiser["head_size"]
-    block = {
-        "attention.q": (hidden, queries),
-        "attention.k": (hidden, keys),
-        "attention.v": (hidden, keys),
-        "attention.out": (queries, hidden),
-        "mlp.gate": (hidden, mlp),
-        "mlp.up": (hidden, mlp),
-        "mlp.down": (mlp, hidden),
-    }
-    layers = {f"blocks.{i}.{name}": shape for i in range(denoiser["layers"]) for name, shape in block.items()}
-    return layers | {"head": (hidden, denoiser["vocab_size"])}
+def matrices_of(network: NetworkSpec) -> tuple[LinearSpec, ...]:
+    """Every matrix that a row passes: the linear layers, and a tied head, which is the embedding table once more."""
+    linear = network.linear_layers()
+    head = LinearSpec("head", "head", network.hidden_size, network.vocab_size, "head")
+    return (*linear, head) if network.tied_head else linear
 
 
 def work_of(
-    denoiser: Mapping[str, Any],
+    network: NetworkSpec,
     layers: Mapping[str, str],
     tokens: int,
     cached: int,
@@ -84,28 +72,28 @@ def work_of(
 ) -> Work:
     """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch`` rows of canvas.
 
-    ``denoiser`` as for ``layer_shapes``; ``layers`` names a key of ``FORMATS`` by module path, all others are in full
-    precision. ``element_bytes`` is an element of full-precision weights and of the cache: 4, or 2 for fp16 and bf16. Scales
-    count as fp32.
+    ``layers`` names a key of ``FORMATS`` by module path, all others are in full precision. ``element_bytes`` is an element of
+    full-precision weights and of the cache: 4, or 2 for fp16 and bf16. Scales count as fp32. Of experts, those are read that
+    tokens spread evenly over all of them reach, on average.
     """
-    hidden, head_size = denoiser["hidden_size"], denoiser["head_size"]
-    norms = (2 * denoiser["layers"] + 1) * hidden
-    biases = denoiser["layers"] * (denoiser["heads"] + 2 * denoiser["kv_heads"]) * head_size if denoiser["qkv_bias"] else 0
-    weight_bytes = element_bytes * (norms + biases + batch * tokens * hidden)  # of the embedding: a row a token
+    matrices = {layer.weight for layer in network.linear_layers()} | {"embed.weight"}
+    vectors = sum(math.prod(shape) for name, shape in network.parameters().items() if name not in matrices)
+    weight_bytes = element_bytes * (vectors + batch * tokens * network.hidden_size)  # of the embedding: a row a token
     macs: Counter[str] = Counter()
-    for layer, (inputs, outputs) in layer_shapes(denoiser).items():
-        is_head = layer == "head"
-        scored = rows if is_head else tokens
+    for layer in matrices_of(network):
+        is_head = layer.role == "head"
+        scored = batch * (rows if is_head else tokens)
         if scored == 0:
             continue
-        chosen = FORMATS[layers.get(layer, HIGH)]
-        weight_bytes += _matrix_bytes(chosen, inputs, outputs, element_bytes)
-        macs[f"{'head' if is_head else 'layers'}.{chosen.activations or FULL}"] += batch * scored * inputs * outputs
+        chosen = FORMATS[layers.get(layer.path, HIGH)]
+        reached = layer.count * (1 - (1 - layer.share) ** scored)
+        weight_bytes += round(reached * _matrix_bytes(chosen, layer.inputs, layer.outputs, element_bytes))
+        kind = f"{'head' if is_head else 'layers'}.{chosen.activations or FULL}"
+        macs[kind] += round(scored * layer.count * layer.share) * layer.inputs * layer.outputs
     # Queries with keys, then weights with values; every token sees the cached ones and those of the pass.
-    attention = 2 * denoiser["heads"] * head_size * tokens * (cached + tokens)
-    macs[f"attention.{FULL}"] = batch * denoiser["layers"] * attention
-    row_bytes = 2 * denoiser["layers"] * denoiser["kv_heads"] * head_size * element_bytes
-    return Work(weight_bytes, batch * (cached + tokens) * row_bytes, dict(macs))
+    features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
+    macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
+    return Work(weight_bytes, batch * (cached + tokens) * network.cache_bytes(element_bytes), dict(macs))
 
 
 def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes: int) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.bundle import read_manifest
-from dlm_export.planning.roofline import layer_shapes
+from dlm_export.bundle import network_of, read_manifest
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import PRESETS
@@ -28,14 +28,14 @@ class ShapeError(DlmError):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A denoiser's sizes, as a manifest's ``network`` has them; ``max_canvas_length`` None has no longest canvas.
+    """A denoiser to plan for; ``max_canvas_length`` None has no longest canvas.
 
     ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and bundles in full precision.
     ``presets``: name -> fields of ``Policy``.
     """
 
     name: str
-    denoiser: Mapping[str, Any]
+    network: NetworkSpec
     max_canvas_length: int | None
     presets: Mapping[str, Mapping[str, Any]]
     precision: str | None = None
@@ -56,39 +56,45 @@ def scaled_shape(size: str) -> Shape:
     if not 1e8 <= wanted <= 1e13:
         raise ShapeError(f"size {size!r}: write parameters as 134M, 8B or 0.5B, from 100M to 10000B")
 
+    def shaped(n: int) -> NetworkSpec:
+        d = LLADA_HEAD_SIZE * n
+        layer = LayerSpec(AttentionSpec(n, n, LLADA_HEAD_SIZE, Rope(5e5)), MlpSpec(LLADA_MLP_RATIO * d), 1e-5)
+        return NetworkSpec(
+            family="llada",
+            architecture="LLaDAModelLM",
+            vocab_size=LLADA_VOCABULARY,
+            hidden_size=d,
+            layers=(layer,) * n,
+            norm_eps=1e-5,
+            tied_head=False,
+            max_canvas_length=4096,
+            shift=0,
+            mask_token_id=126336,
+            eos_token_ids=(126081,),
+            pad_token_id=126081,
+        )
+
     def parameters(n: int) -> int:
         d = LLADA_HEAD_SIZE * n
         return n * (4 + 3 * LLADA_MLP_RATIO) * d * d + 2 * LLADA_VOCABULARY * d + (2 * n + 1) * d
 
     n = min(range(1, 512), key=lambda n: abs(parameters(n) - wanted))
-    denoiser = {
-        "vocab_size": LLADA_VOCABULARY,
-        "hidden_size": LLADA_HEAD_SIZE * n,
-        "layers": n,
-        "heads": n,
-        "kv_heads": n,
-        "head_size": LLADA_HEAD_SIZE,
-        "mlp_size": LLADA_MLP_RATIO * LLADA_HEAD_SIZE * n,
-        "parameters": parameters(n),
-        "qkv_bias": False,
-        "tied_head": False,
-    }
-    return Shape(size, denoiser, None, _published())
+    return Shape(size, shaped(n), None, _published())
 
 
 def _published() -> dict[str, dict[str, Any]]:
     return {name: policy.as_dict() for name, policy in PRESETS.items()}
 
 
-def read_shape(path: Path, read_checkpoint: Callable[[Path], Mapping[str, Any]]) -> Shape:
-    """The sizes of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch. Raises DlmError."""
+def read_shape(path: Path, read_checkpoint: Callable[[Path], NetworkSpec]) -> Shape:
+    """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch. Raises DlmError."""
     if not (path / "manifest.json").is_file():
-        denoiser = read_checkpoint(path)
-        return Shape(path.name, denoiser, denoiser["max_canvas_length"], _published())
+        network = read_checkpoint(path)
+        return Shape(path.name, network, network.max_canvas_length, _published())
     manifest = read_manifest(path)
-    loop, precision = manifest["loop"], manifest["precision"]
-    presets, layers = loop["presets"], precision.get("layers")
-    return Shape(path.name, manifest["network"], loop["max_canvas_length"], presets, precision["name"], layers)
+    network, precision = network_of(manifest), manifest["precision"]
+    presets, layers = manifest["loop"]["presets"], precision.get("layers")
+    return Shape(path.name, network, network.max_canvas_length, presets, precision["name"], layers)
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,7 @@ def precisions_of(shape: Shape, target: Target, names: Sequence[str] | None = No
     """What of ``names`` (None: everything, a quantised bundle's own formats too) the target runs; the rest with the reason."""
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
-    every = list(layer_shapes(shape.denoiser))
-    if shape.denoiser["tied_head"]:
-        every.remove("head")  # it is the embedding, which no recipe names as a layer
+    every = list(shape.network.quantisable())
     element_bytes = ELEMENT_BYTES["fp32" if target.sm is None else "fp16"]
 
     def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:

@@ -1,23 +1,13 @@
 """From a recipe and states to the numbers of a quantised graph: ranges, foldings, solved weights.
 
 The torch denoiser runs every state with an observer at the input of each quantised layer. Smoothing and AWQ fold scales into
-norms and neighbouring matrices first; then the folded denoiser, which computes the same function, is observed.
-
-====================  =====================================================================
-input of              takes its scale from
-====================  =====================================================================
-attention q, k, v     attention_norm
-attention.out         columns of v (one scale for all queries that share a key/value head)
-mlp gate, up          mlp_norm
-mlp.down              columns of up
-head                  final_norm
-====================  =====================================================================
+norms and neighbouring matrices first; then the folded denoiser, which computes the same function, is observed. Which layers
+share an input and where its scale can go is said by the network's ``LinearSpec``.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -34,7 +24,8 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.families.base import Parameters
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import modelopt
 
 COMMITTED_WEIGHT = 0.5
@@ -52,14 +43,12 @@ def holding_dtype(network: NetworkSpec) -> torch.dtype:
     return torch.bfloat16 if network.parameter_count() > LARGE else torch.float32
 
 
-def site(layer: str) -> str:
-    """The layer that stands for all layers with the same input."""
-    return re.sub(r"attention\.[kv]$", "attention.q", layer).replace("mlp.up", "mlp.gate")
-
-
-def members(of: str, layers: Iterable[str]) -> list[str]:
-    """The layers that read the input at a site."""
-    return [layer for layer in layers if site(layer) == of]
+def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
+    """Site -> the layers that read that input, in order of the pass."""
+    sites: dict[str, list[LinearSpec]] = {}
+    for layer in layers:
+        sites.setdefault(layer.site, []).append(layer)
+    return sites
 
 
 @dataclass
@@ -83,33 +72,17 @@ class Folded:
         return np.ascontiguousarray(array, dtype=dtype)
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input at a site by ``scales`` ``[K]``, and multiply the rows of the matrices that read it."""
-        c = self.network
-        block = of.rsplit(".", 2)[0]
-        if of.endswith("attention.out"):
-            # Queries of a group read the same value head: one scale for all of them.
-            per_head = scales.reshape(c.kv_heads, c.heads // c.kv_heads, c.head_size).max(1)
-            scales = np.repeat(per_head, c.heads // c.kv_heads, 0).reshape(-1)
-            self._divide(self.columns, f"{block}.attention.v.weight", per_head.reshape(-1))
-            if c.qkv_bias:
-                self._divide(self.columns, f"{block}.attention.v.bias", per_head.reshape(-1))
-            readers = [of]
-        elif of.endswith("mlp.down"):
-            self._divide(self.columns, f"{block}.mlp.up.weight", scales)
-            readers = [of]
-        elif of.endswith("attention.q"):
-            self._divide(self.columns, f"{block}.attention_norm.weight", scales)
-            readers = [f"{block}.attention.{name}" for name in "qkv"]
-        elif of.endswith("mlp.gate"):
-            self._divide(self.columns, f"{block}.mlp_norm.weight", scales)
-            readers = [f"{block}.mlp.gate", f"{block}.mlp.up"]
-        else:
-            assert of == "head", of
-            self._divide(self.columns, "final_norm.weight", scales)
-            readers = [of]
+        """Divide the input at a site by ``scales`` ``[K]``, and multiply the rows of all matrices that read it."""
+        readers = by_site(self.network.linear_layers())[of]
+        fold = readers[0].fold
+        assert fold is not None, of
+        # Runs of inputs that read the same elements get one scale.
+        shared = scales.reshape(-1, fold.repeats, fold.run).max(1)
+        scales = np.repeat(shared, fold.repeats, 0).reshape(-1)
+        for name in fold.parameters:
+            self._divide(self.columns, name, shared.reshape(-1))
         for reader in readers:
-            name = f"{reader}.weight"
-            self.rows[name] = self.rows.get(name, np.float32(1)) * scales
+            self.rows[reader.weight] = self.rows.get(reader.weight, np.float32(1)) * scales
 
     @staticmethod
     def _divide(into: dict[str, np.ndarray], name: str, scales: np.ndarray) -> None:
@@ -177,7 +150,6 @@ def calibrate(
     network: NetworkSpec,
     recipe: Recipe,
     formats: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, int]],
     states: Sequence[State],
     on_state: Callable[[], None],
     calibrator: str = "own",
@@ -190,26 +162,26 @@ def calibrate(
     """
     folded = Folded(parameters, network)
     done = Quantisation(recipe, dict(formats), folded, scale_dtype=scale_dtype)
-    quantised = [layer for layer, name in formats.items() if name != HIGH]
+    quantised = _quantised(network, formats)
     if recipe.rotate_down:
-        done.rotated = {layer: len(solvers.hadamard(shapes[layer][0])) for layer in quantised if layer.endswith("mlp.down")}
+        done.rotated = {layer.path: len(solvers.hadamard(layer.inputs)) for layer in quantised if layer.role == "down"}
     if not recipe.needs_states(formats):
         return done
-    sites = sorted({site(layer) for layer in quantised}, key=list(shapes).index)
-    sizes = {of: shapes[of][0] for of in sites}
+    sites = by_site(quantised)
+    sizes = {of: readers[0].inputs for of, readers in sites.items()}
 
     if recipe.smoothing is not None or recipe.solver == "awq":
         observers = Observers({of: Observer(of, sizes[of], keep_rows=AWQ_ROWS, seed=i) for i, of in enumerate(sites)})
         observe(_load(done), observers, states, {}, on_state)
         observers.check(sites)
         if calibrator == "modelopt":
-            groups = {of: members(of, quantised) for of in sites}
+            groups = {of: [layer.path for layer in readers] for of, readers in sites.items() if readers[0].fold is not None}
             found = modelopt.scales(_load(done), states, formats, groups, alpha=recipe.smoothing, on_state=on_state)
             for of, scales in found.items():
                 folded.fold(of, scales)
         else:
-            _fold(done, observers, quantised)
-    grams = _groups(done, sites, sizes) if recipe.solver == "gptq" else [[]]
+            _fold(done, observers, sites)
+    grams = _groups(sizes) if recipe.solver == "gptq" else [[]]
     for group in grams:
         observers = Observers({of: Observer(of, sizes[of], gram=of in group, seed=i) for i, of in enumerate(sites)})
         observe(_load(done), observers, states, done.rotated, on_state)
@@ -217,17 +189,22 @@ def calibrate(
         for of in group:
             gram = observers[of].gram
             assert gram is not None
-            for layer in members(of, quantised):
-                done.solve(layer, gram)
+            for layer in sites[of]:
+                done.solve(layer.path, gram)
     done.observers = observers
     if calibrator == "modelopt":
         done.amax = modelopt.amaxes(_load(done), states, formats, rotated=done.rotated, on_state=on_state)
         return done
     for layer in quantised:
-        chosen = FORMATS[formats[layer]]
+        chosen = FORMATS[formats[layer.path]]
         if chosen.is_static:
-            done.amax[layer] = _range(observers[site(layer)], chosen, recipe)
+            done.amax[layer.path] = _range(observers[layer.site], chosen, recipe)
     return done
+
+
+def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
+    """The layers that a recipe quantises, in order of the pass."""
+    return [layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH]
 
 
 def take_stored(
@@ -255,13 +232,12 @@ def take_stored(
     return done
 
 
-def sweeps(recipe: Recipe, formats: Mapping[str, str], shapes: Mapping[str, tuple[int, int]], calibrator: str = "own") -> int:
+def sweeps(recipe: Recipe, formats: Mapping[str, str], network: NetworkSpec, calibrator: str = "own") -> int:
     """How often ``calibrate`` runs the states."""
     if not recipe.needs_states(formats):
         return 0
-    done = Quantisation(recipe, dict(formats), None)  # type: ignore[arg-type]
-    sites = sorted({site(layer) for layer, name in formats.items() if name != HIGH}, key=list(shapes).index)
-    groups = len(_groups(done, sites, {of: shapes[of][0] for of in sites})) if recipe.solver == "gptq" else 1
+    sizes = {layer.site: layer.inputs for layer in _quantised(network, formats)}
+    groups = len(_groups(sizes)) if recipe.solver == "gptq" else 1
     is_folded = recipe.smoothing is not None or recipe.solver == "awq"
     theirs = 0
     if calibrator == "modelopt":
@@ -269,12 +245,12 @@ def sweeps(recipe: Recipe, formats: Mapping[str, str], shapes: Mapping[str, tupl
     return groups + is_folded + theirs
 
 
-def _groups(done: Quantisation, sites: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Sites whose Gram matrices fit ``GRAM_BYTES`` together."""
+def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Sites, by the size of their input, whose Gram matrices fit ``GRAM_BYTES`` together."""
     groups: list[list[str]] = [[]]
     held = 0
-    for of in sites:
-        need = 4 * sizes[of] ** 2
+    for of, size in sizes.items():
+        need = 4 * size**2
         if groups[-1] and held + need > GRAM_BYTES:
             groups.append([])
             held = 0
@@ -290,17 +266,19 @@ def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
     return observer.amax(cast(Method, recipe.observer), levels="int8" if chosen.activations == "int8" else "fp8")
 
 
-def _fold(done: Quantisation, observers: Observers, quantised: Sequence[str]) -> None:
-    """SmoothQuant's or AWQ's scales at every site, folded into ``done.parameters``."""
+def _fold(done: Quantisation, observers: Observers, sites: Mapping[str, Sequence[LinearSpec]]) -> None:
+    """SmoothQuant's or AWQ's scales at every site with something in front that takes them, folded into ``done.parameters``."""
     found = {}
     for of, observer in observers.items():
-        readers = members(of, quantised)
-        weights = [done.parameters.read(f"{layer}.weight", np.dtype(np.float32)) for layer in readers]
+        readers = sites[of]
+        if readers[0].fold is None:
+            continue
+        weights = [done.parameters.read(layer.weight, np.dtype(np.float32)) for layer in readers]
         if done.recipe.smoothing is not None:
             amax = np.max([np.abs(w).max(1) for w in weights], 0)
             found[of] = solvers.smooth_scales(observer.channel_amax, amax, done.recipe.smoothing)
         else:
-            chosen = FORMATS[done.formats[readers[0]]]
+            chosen = FORMATS[done.formats[readers[0].path]]
 
             def rounded(w: np.ndarray, chosen: LayerFormat = chosen) -> np.ndarray:
                 return done.rounded(w, chosen).dequantise()

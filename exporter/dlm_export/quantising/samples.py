@@ -19,7 +19,8 @@ from dlm_calibration.states import (
     samples_sha256,
 )
 from dlm_export.network import reference
-from dlm_export.network.denoiser import Denoiser, NetworkSpec
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.sources import Source
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy

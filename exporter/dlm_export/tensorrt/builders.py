@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from dlm_export.targets import Target, device_sm, reported_sms, sm_text
+from dlm_export.targets import RTX_MODULES, Target, device_sm, reported_sms, sm_text
 from dlm_export.tensorrt.estimate import EngineError, EngineOptions
 
 RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls them
-RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlm_export.bundle import network_of
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import Target
 from dlm_export.tensorrt import audit
@@ -88,13 +89,13 @@ def build_engine(
     """
     progress = progress or Silent()
     check_device_graph(folder, manifest, target)
-    loop = manifest["loop"]
+    loop, denoiser = manifest["loop"], network_of(manifest)
     judged, graph = loop["graph"]["file"], loop["graph"]["device_file"]
     default = loop["presets"][loop["default_preset"]]
-    limits = limits_of(manifest["network"], default["block_length"], options)
+    limits = limits_of(denoiser.max_canvas_length, default["block_length"], options)
     weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
-    found = check_memory(manifest["network"], target, expected_bytes, limits, on_host=True)
+    found = check_memory(denoiser, target, expected_bytes, limits, on_host=True)
     began = time.perf_counter()
     trt = builder.module
     logger = _logger(trt.ILogger)
@@ -105,7 +106,7 @@ def build_engine(
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
     table = audit.network_table(network)
-    asked = manifest["precision"].get("layers") or dict.fromkeys(_layers(manifest), loop["graph"]["cache_dtype"])
+    asked = manifest["precision"].get("layers") or dict.fromkeys(denoiser.quantisable(), loop["graph"]["cache_dtype"])
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
     config = _make_config(trt, trt_builder, network, loop["graph"]["ports"], builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
@@ -185,11 +186,8 @@ def seal(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _layers(manifest: Mapping[str, Any]) -> list[str]:
-    """Module paths of the denoiser's matrix multiplications by weights of their own."""
-    d = manifest["network"]
-    each = [f"attention.{name}" for name in ("q", "k", "v", "out")] + [f"mlp.{name}" for name in ("gate", "up", "down")]
-    return [f"blocks.{i}.{name}" for i in range(d["layers"]) for name in each] + ([] if d["tied_head"] else ["head"])
+def _weights_file(manifest: Mapping[str, Any]) -> str:
+    return f"{manifest['graph']['file']}.data"
 
 
 def _network_flags(trt: Any) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from dlm_export.network.spec import LayerSpec, MlpSpec, NetworkSpec
 from dlm_export.targets import Target, available_memory_bytes
 from dlm_runtime.errors import DlmError
 
@@ -70,9 +69,11 @@ class Estimate:
     host: int
 
 
-def limits_of(denoiser: Mapping[str, Any], block_length: int, options: EngineOptions) -> Limits:
-    """The passes that a loop of ``block_length`` makes, within what was asked. Raises EngineError."""
-    longest = denoiser["max_canvas_length"]
+def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
+    """The passes that a loop of ``block_length`` makes on canvases of ``longest`` tokens, within what was asked.
+
+    Raises EngineError.
+    """
     canvas = options.canvas or longest
     if canvas > longest:
         raise EngineError(f"--canvas {canvas} is longer than the denoiser's {longest} tokens")
@@ -82,32 +83,38 @@ def limits_of(denoiser: Mapping[str, Any], block_length: int, options: EngineOpt
     return Limits(canvas, min(block, canvas))
 
 
-def estimate(denoiser: Mapping[str, Any], weights_bytes: int, limits: Limits) -> Estimate:
-    """Memory by formula, in bytes; ``denoiser`` has the sizes that a manifest's does.
+def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
+    """Memory by formula, in bytes.
 
-    cache = 2 (past, present) * 2 (keys, values) * layers * kv_heads * canvas * head_size * 2 bytes. Passes hold the
-    activations of one layer (residual, norm, q, k, v, attention, the two halves of the MLP and their product), and fp32
-    logits, probabilities and sorted rows of the scored ones.
+    cache = 2 (past, present) * canvas * keys and values of all layers at 2 bytes an element. Passes hold the activations of
+    the widest layer (residual, norm, q, k, v, attention, the two halves of the MLP and their product), and fp32 logits,
+    probabilities and sorted rows of the scored ones.
     """
-    d = denoiser
     canvas, rows = limits.canvas, limits.block
-    cache = 2 * 2 * d["layers"] * d["kv_heads"] * canvas * d["head_size"] * 2
-    width = 4 * d["hidden_size"] + 2 * (d["heads"] + d["kv_heads"]) * d["head_size"] + 3 * d["mlp_size"]
-    passes = canvas * width * 2 + 4 * rows * d["vocab_size"] * 4
+    cache = 2 * canvas * network.cache_bytes(2)
+    width = 4 * network.hidden_size + max(_inner_width(layer) for layer in network.layers)
+    passes = canvas * width * 2 + 4 * rows * network.vocab_size * 4
     device = weights_bytes + cache + passes + DEVICE_OVERHEAD_BYTES
     return Estimate(weights_bytes, cache, passes, device, int(HOST_FACTOR * weights_bytes) + HOST_OVERHEAD_BYTES)
 
 
-def check_memory(denoiser: Mapping[str, Any], target: Target, weights_bytes: int, limits: Limits, *, on_host: bool) -> Estimate:
+def _inner_width(layer: LayerSpec) -> int:
+    """Features that a token has inside a layer, beside the residual and its norm."""
+    a, mlp = layer.attention, layer.mlp
+    inside = mlp.size if isinstance(mlp, MlpSpec) else mlp.active * mlp.size + mlp.shared_size
+    return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
+
+
+def check_memory(network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool) -> Estimate:
     """The estimate. Raises EngineError, with figures and what would fit, if the target is too small for it; ``on_host``:
     or this machine for building.
     """
-    found = estimate(denoiser, weights_bytes, limits)
+    found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
         raise EngineError(
             f"{target.name} has {_gb(target.memory_bytes)}, and a canvas of {limits.canvas} tokens in blocks of {limits.block} "
             f"needs {_gb(found.device)} (weights {_gb(found.weights)}, cache {_gb(found.cache)}, passes {_gb(found.passes)}). "
-            f"{_what_fits(denoiser, target.memory_bytes, weights_bytes, limits)}"
+            f"{_what_fits(network, target.memory_bytes, weights_bytes, limits)}"
         )
     available = available_memory_bytes()
     if on_host and available is not None and found.host > available:
@@ -118,11 +125,11 @@ def check_memory(denoiser: Mapping[str, Any], target: Target, weights_bytes: int
     return found
 
 
-def _what_fits(denoiser: Mapping[str, Any], memory: int, weights_bytes: int, limits: Limits) -> str:
+def _what_fits(network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits) -> str:
     low, high = 0, limits.canvas  # the longest canvas that fits lies in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if estimate(denoiser, weights_bytes, Limits(middle, min(limits.block, middle))).device <= memory:
+        if estimate(network, weights_bytes, Limits(middle, min(limits.block, middle))).device <= memory:
             low = middle
         else:
             high = middle

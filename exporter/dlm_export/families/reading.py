@@ -1,0 +1,159 @@
+"""What several families read the same way from a config: special ids, rotary positions, Qwen's and Llama's trunk.
+
+Values that change what the network computes are read in every spelling that releases use, or refused; none is guessed.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.families.base import Layout, Overrides
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, Rope
+
+TRUNK = Layout(
+    embed="model.embed_tokens",
+    layer="model.layers.{i}.",
+    names={
+        "attention_norm": "input_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+    final_norm="model.norm",
+    head="lm_head",
+)
+"""Tensor names of transformers' Llama, Qwen2 and Qwen3, which most conversions to denoisers keep."""
+
+
+def trunk_layers(config: Config, *, norm_eps: float, qkv_bias: bool, qk_norm: bool) -> tuple[LayerSpec, ...]:
+    """The layers of a Llama, Qwen2 or Qwen3 trunk in full attention. Raises CheckpointError."""
+    config.require("hidden_act", "silu")
+    config.require("use_sliding_window", False)
+    config.get("sliding_window")  # read, and without effect where use_sliding_window is false
+    config.require("use_mrope", False)
+    config.require("mlp_bias", False)
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        found = reprlib.repr(kinds)
+        raise CheckpointError(f"{config.path}: layer_types other than full_attention are not supported: {found}")
+    hidden_size = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", high=4096)
+    kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
+    head_size = config.integer("head_dim", default=max(1, hidden_size // heads), high=4096)
+    if heads % kv_heads or (config.get("head_dim") is None and hidden_size % heads):
+        raise CheckpointError(
+            f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} "
+            "do not divide"
+        )
+    attention = AttentionSpec(heads, kv_heads, head_size, read_rope(config), qk_norm=qk_norm, qkv_bias=qkv_bias)
+    layer = LayerSpec(attention, MlpSpec(config.integer("intermediate_size")), norm_eps)
+    return (layer,) * config.integer("num_hidden_layers", high=1024)
+
+
+def read_rope(config: Config) -> Rope:
+    """Rotary positions, in the spelling of transformers 4 or of 5. Raises CheckpointError for a missing or unknown one.
+
+    4.x writes ``rope_theta``, ``rope_scaling`` (``type`` or ``rope_type``) and ``partial_rotary_factor`` beside each other; 5.x
+    puts all into ``rope_parameters``, which may be an object of objects, one a layer type
+    (https://huggingface.co/docs/transformers/internal/rope_utils).
+    """
+    said: dict[str, Any] = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if (value := config.get(key)) is not None:
+            said[key] = value
+    for key in ("rope_scaling", "rope_parameters"):
+        values = config.get(key)
+        if values is None:
+            continue
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{config.path}: {key} must be an object, found {reprlib.repr(values)}")
+        if values and all(isinstance(value, dict) for value in values.values()):
+            if values.keys() != {"full_attention"}:
+                kinds = ", ".join(map(reprlib.repr, values))
+                raise CheckpointError(f"{config.path}: {key} is by layer type, {kinds}; only full_attention is supported")
+            values = values["full_attention"]
+        for name, value in values.items():
+            name = "rope_type" if name == "type" else name
+            if value is None:
+                continue
+            if name in said and said[name] != value:
+                both = f"{reprlib.repr(said[name])} and, in {key}, {reprlib.repr(value)}"
+                raise CheckpointError(f"{config.path}: {name} is {both}: leave the one that was trained with")
+            said[name] = value
+    kind = said.pop("rope_type", "default")
+    if kind not in ("default", "linear"):
+        raise CheckpointError(f"{config.path}: rope_type {reprlib.repr(kind)} is not supported, only default and linear")
+    scaling = config.positive("the factor of rope_scaling", said.pop("factor", None)) if kind == "linear" else 1.0
+    rope = Rope(
+        config.positive("rope_theta", said.pop("rope_theta", None)),
+        config.positive("partial_rotary_factor", said.pop("partial_rotary_factor", 1.0)),
+        scaling,
+    )
+    if said:
+        unknown = ", ".join(map(reprlib.repr, said))
+        raise CheckpointError(f"{config.path}: {unknown} of rope_scaling or rope_parameters is not known")
+    if rope.fraction > 1:
+        raise CheckpointError(f"{config.path}: partial_rotary_factor {rope.fraction} is more than the whole head")
+    return rope
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids read from config.json, generation_config.json and tokenizer_config.json."""
+
+    mask: int
+    eos: tuple[int, ...]
+    pad: int | None
+
+
+def special_tokens(checkpoint: Checkpoint, vocab_size: int, overrides: Overrides) -> SpecialTokens:
+    """Find the special ids; never guess the mask token. Raises CheckpointError."""
+    config = checkpoint.config
+    mask = overrides.mask_token_id
+    for found in (config.get("mask_token_id"), _tokenizer_id(checkpoint, "mask_token")):
+        mask = found if mask is None else mask
+    if mask is None:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json. Pass --mask-token-id."
+        )
+    eos: list[int] = []
+    generation = checkpoint.optional_json("generation_config.json")
+    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and token not in eos:
+                eos.append(token)
+    pad = config.get("pad_token_id")
+    for name, token in [("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", token) for token in eos)]:
+        if token is None and name == "pad_token_id":
+            continue
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
+                "Pass --mask-token-id, or correct the file."
+            )
+    if mask in eos:
+        raise CheckpointError(f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id")
+    return SpecialTokens(mask, tuple(eos), pad)
+
+
+def _tokenizer_id(checkpoint: Checkpoint, name: str) -> int | None:
+    """The id of a special token that tokenizer_config.json names, by its table of added tokens."""
+    config = checkpoint.optional_json("tokenizer_config.json")
+    token = config.get(name)
+    text = token.get("content") if isinstance(token, dict) else token
+    added = config.get("added_tokens_decoder")
+    for number, entry in added.items() if isinstance(added, dict) else []:
+        if text is not None and isinstance(entry, dict) and entry.get("content") == text:
+            # Ten digits are no token id, and thousands of them more than int() takes.
+            return int(number) if number.isdecimal() and len(number) < 10 else None
+    return None

@@ -1,0 +1,201 @@
+"""A checkpoint's tensors as a denoiser's parameters: checked once, read one at a time, or loaded into torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from dlm_calibration.formats import NVFP4_GROUP_SIZE
+from dlm_export.checkpoints import prequantised
+from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
+from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
+from dlm_export.families.base import Parameters, Piece, Source
+from dlm_export.memory import give_back
+from dlm_export.network.denoiser import Denoiser, cosines_and_sines
+from dlm_export.network.spec import NetworkSpec
+
+LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_LISTED = 8  # names shown of each kind of tensor error
+
+
+class Weights:
+    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a time.
+
+    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised. ``notes`` says in sentences
+    what the checkpoint holds and is not used as it stands.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, sources: Mapping[str, Source]) -> None:
+        """``sources``: of each of the network's parameters.
+
+        Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor.
+        """
+        self.checkpoint = checkpoint
+        self.shapes = network.parameters()
+        self.sources = dict(sources)
+        assert self.sources.keys() == self.shapes.keys(), self.sources.keys() ^ self.shapes.keys()
+        self.quantised: dict[str, str] = {}
+        for parameter, source in self.sources.items():
+            for piece in source.pieces if source.transpose else ():
+                algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
+                if algorithm is not None and source.whole is None:
+                    raise CheckpointError(
+                        f"{checkpoint.path}: {piece.tensor} is quantised, and only a part of {parameter}: not read. "
+                        "Use the checkpoint that is not quantised."
+                    )
+                if algorithm is not None:
+                    self.quantised[parameter] = algorithm
+        self.notes: list[str] = []
+        self._check()
+
+    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+        """One parameter as a C-contiguous array of ``dtype``; a quantised matrix as the values that its codes stand for.
+
+        Raises CheckpointError if a weight is NaN or infinite, or leaves the range of ``dtype``.
+        """
+        source = self.sources[parameter]
+        stored = self.stored(parameter)
+        if stored is not None:
+            array = stored.weight.dequantise()
+        else:
+            tensor = self._assembled(source)
+            if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
+                return np.ascontiguousarray(tensor.view(torch.int16).numpy()).view(BFLOAT16)
+            array = np.ascontiguousarray(tensor.to(torch.float32).numpy(), dtype=np.float32)
+        largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        if dtype != np.float32 and float(np.abs(array).max(initial=0.0)) > largest:
+            raise CheckpointError(
+                f"{source.pieces[0].tensor}: weights up to {np.abs(array).max():.3g} do not fit {dtype} "
+                f"(largest {largest:.3g}). Use --precision fp32."
+            )
+        return array.astype(dtype, copy=False)
+
+    def stored(self, parameter: str) -> StoredQuantised | None:
+        """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None in full precision.
+
+        Raises CheckpointError for scales and codes that are no numbers.
+        """
+        algorithm = self.quantised.get(parameter)
+        if algorithm is None:
+            return None
+        tensor = self.sources[parameter].whole
+        assert tensor is not None
+        return prequantised.read(self.checkpoint, tensor, algorithm)
+
+    def _assembled(self, source: Source) -> torch.Tensor:
+        """A parameter as its pieces make it up, in their type. Raises CheckpointError for values that are no numbers."""
+        pieces = [self._piece(piece) for piece in source.pieces]
+        tensor = torch.stack(pieces) if source.is_stacked else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return tensor.mT if source.transpose else tensor
+
+    def _piece(self, piece: Piece) -> torch.Tensor:
+        tensor = self.checkpoint.tensor(piece.tensor)
+        if piece.rows is not None:
+            tensor = tensor[slice(*piece.rows)]
+        # In parts: torch's isfinite holds several copies of what it is asked about.
+        parts: tuple[torch.Tensor, ...] = torch.split(tensor.reshape(-1), 1 << 22)
+        bad = sum([int((~part.isfinite()).sum()) for part in parts])
+        if bad:
+            file = self.checkpoint.tensors[piece.tensor].file
+            raise CheckpointError(f"{file}: {piece.tensor} holds {bad} NaN or infinite weights")
+        return tensor
+
+    def _expected(self) -> dict[str, Expected]:
+        """Every tensor that the denoiser reads, by its released name."""
+        expected: dict[str, Expected] = {}
+        read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
+        for parameter, source in self.sources.items():
+            if parameter in self.quantised:
+                assert source.whole is not None
+                inputs, outputs = self.shapes[parameter]
+                expected |= prequantised.expected_tensors(source.whole, self.quantised[parameter], inputs, outputs)
+                continue
+            for piece, shape in zip(source.pieces, source.shapes(self.shapes[parameter]), strict=True):
+                if piece.rows is not None:
+                    read.setdefault(piece.tensor, []).append(piece.rows)
+                    shape = (max(last for _, last in read[piece.tensor]), *shape[1:])
+                expected[piece.tensor] = Expected(tuple(WEIGHT_DTYPES), (shape,))
+        for tensor, rows in read.items():
+            ends = [0, *(last for _, last in sorted(set(rows)))]
+            assert [first for first, _ in sorted(set(rows))] == ends[:-1], f"{tensor}: rows {rows} are not read once each"
+        return expected
+
+    def _check(self) -> None:
+        tensors, expected = self.checkpoint.tensors, self._expected()
+        missing = [name for name, wanted in expected.items() if wanted.is_required and name not in tensors]
+        cache = [name for name in tensors if name not in expected and name.endswith(prequantised.CACHE_SUFFIXES)]
+        extra = [
+            name for name in tensors if name not in expected and name not in cache and not name.endswith("rotary_emb.inv_freq")
+        ]
+        present = {name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors}
+        mistyped = [
+            f"{name} is {found.dtype}, expected {' or '.join(wanted.dtypes)}"
+            for name, (found, wanted) in present.items()
+            if found.dtype not in wanted.dtypes
+        ]
+        misshaped = [
+            f"{name} is {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in wanted.shapes)}"
+            for name, (found, wanted) in present.items()
+            if found.shape not in wanted.shapes and found.dtype in wanted.dtypes
+        ]
+        problems = [
+            f"{len(names)} tensors {kind}: {_some(names)}"
+            for kind, names in (
+                ("missing", missing),
+                ("not known", extra),
+                ("of the wrong type", mistyped),
+                ("of the wrong shape", misshaped),
+                ("that NVFP4's groups do not divide", self._undivided()),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}")
+        self._note(cache)
+
+    def _undivided(self) -> list[str]:
+        """NVFP4 matrices whose inputs no whole number of groups covers."""
+        return [
+            f"{self.sources[parameter].whole} has {self.shapes[parameter][0]} inputs"
+            for parameter, algorithm in self.quantised.items()
+            if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
+        ]
+
+    def _note(self, cache: list[str]) -> None:
+        said = self.checkpoint.quantisation
+        if cache:
+            kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
+            self.notes.append(
+                f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
+                f"{_some(cache)}"
+            )
+        kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.sources.values() if s.transpose and s.whole))
+        if said is not None and kept:
+            self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
+
+
+def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
+    """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
+    with torch.device("meta"):
+        denoiser = Denoiser(network)
+    state = {}
+    for name, _ in denoiser.named_parameters():
+        if dtype == torch.bfloat16:
+            state[name] = torch.from_numpy(weights.read(name, BFLOAT16).view(np.int16)).view(torch.bfloat16)
+        else:
+            state[name] = torch.from_numpy(weights.read(name, np.dtype(np.float32))).to(dtype)
+        if state[name].numel() > LARGE_TENSOR:
+            give_back()
+    denoiser.load_state_dict(state, assign=True)
+    for rotary, table in zip(denoiser.rotary, network.rotary_tables(), strict=True):
+        rotary.cos, rotary.sin = (values.to(dtype) for values in cosines_and_sines(table, network.max_canvas_length))
+    return denoiser.eval().requires_grad_(False)

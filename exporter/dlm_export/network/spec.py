@@ -1,0 +1,300 @@
+"""What a denoiser is, layer by layer: the one description from which everything else follows.
+
+A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest keeps it (``as_dict``, ``from_dict``).
+From it come the torch modules (``denoiser``), the tensors that a checkpoint must hold (``parameters``), the matrices that can
+be quantised and where their inputs' scales fold (``linear_layers``), the cache (``cache_shapes``), and the work and memory of
+a pass (``planning.roofline``, ``tensorrt.estimate``). Sizes count heads, features or tokens. Needs no torch.
+
+A description may say more than ``Denoiser`` builds so far: what is missing is refused there by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+VISIBILITIES = ("full", "block", "causal")
+NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+"""Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
+NEVER_QUANTISED = ("router",)
+"""Roles of linear layers that no recipe reaches. Norms, the embedding and position tables are no linear layers at all."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotate-half rotary positions: ``theta``, the share of a head that is turned, and linear position scaling.
+
+    The first ``fraction`` of a head's features turns; positions are divided by ``scaling``.
+    """
+
+    theta: float
+    fraction: float = 1.0
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention. ``rope`` None: no positions. ``qk_norm``: RMSNorm of every query and key head before its turn.
+
+    A query sees every key (``full``), those of earlier blocks of ``block_length`` and its own (``block``), or none behind it
+    (``causal``); with ``window`` only keys at most so many tokens away.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    rope: Rope | None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    visibility: str = "full"
+    block_length: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what does not go together."""
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} key and value heads")
+        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (self.block_length is not None):
+            raise ValueError(f"visibility {self.visibility} with a block_length of {self.block_length}")
+
+    @property
+    def group(self) -> int:
+        """Queries that share a key."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A gated MLP: ``down(activation(gate x) * up x)``."""
+
+    size: int
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts: of ``count`` gated MLPs, ``active`` see a token; one of ``shared_size`` (0: none) sees them all."""
+
+    count: int
+    active: int
+    size: int
+    shared_size: int = 0
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One transformer layer. ``norms``: which of ``NORMS`` it has; ``norm_eps`` is theirs and the q/k norms'."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    norm_eps: float
+    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines that layers share: of ``size`` features, half as many angles."""
+
+    theta: float
+    scaling: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Where the scales of a site's input can go: the last axis of ``parameters``, which are then divided by them.
+
+    ``repeats`` runs of ``run`` inputs read the same run of these elements, as the queries of a group read one value head.
+    """
+
+    parameters: tuple[str, ...]
+    repeats: int = 1
+    run: int = 1
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A matrix multiplication by a weight of its own, ``[inputs, outputs]``, at module ``path``.
+
+    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``, ``router``) or ``head``. Those
+    of one ``site`` read the same input; it is the path of the first of them. ``fold`` None: nothing in front takes a scale.
+    ``count`` experts of the same shape lie behind one path, and each sees ``share`` of the tokens.
+    """
+
+    path: str
+    role: str
+    inputs: int
+    outputs: int
+    site: str
+    fold: Fold | None = None
+    count: int = 1
+    share: float = 1.0
+
+    @property
+    def weight(self) -> str:
+        """The parameter's name."""
+        return f"{self.path}.weight"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter: ``[inputs, outputs]``, experts in front."""
+        return (self.inputs, self.outputs) if self.count == 1 else (self.count, self.inputs, self.outputs)
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """What a denoiser is, as read from its checkpoint. ``norm_eps`` is the final norm's; ``shift`` 1: row i predicts i + 1."""
+
+    family: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    tied_head: bool
+    max_canvas_length: int
+    shift: int
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    noise: str = "absorbing"
+
+    # ---- What follows: tensors ----
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter of ``Denoiser``, in the order of the forward pass; a tied head is the embedding."""
+        linear = {layer.path: layer for layer in self.linear_layers()}
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab_size, self.hidden_size)}
+
+        def matrices(prefix: str, biased: tuple[str, ...] = ()) -> None:
+            for path, layer in linear.items():
+                if path.startswith(prefix):
+                    shapes[layer.weight] = layer.shape
+                    if layer.role in biased:
+                        shapes[f"{path}.bias"] = (layer.outputs,)
+
+        for i, layer in enumerate(self.layers):
+            block, attention = f"blocks.{i}.", layer.attention
+            biased = ("q", "k", "v") * attention.qkv_bias + ("out",) * attention.out_bias
+            norms = {f"{block}{name}.weight": (self.hidden_size,) for name in NORMS if name in layer.norms}
+            shapes |= {name: shape for name, shape in norms.items() if "attention" in name}
+            matrices(f"{block}attention.", biased)
+            if attention.qk_norm:
+                shapes |= {f"{block}attention.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
+            shapes |= {name: shape for name, shape in norms.items() if "mlp" in name}
+            matrices(f"{block}mlp.")
+        shapes["final_norm.weight"] = (self.hidden_size,)
+        matrices("head")
+        return shapes
+
+    def parameter_count(self) -> int:
+        """Parameters held by the denoiser; a tied head counts once."""
+        return sum(math.prod(shape) for shape in self.parameters().values())
+
+    # ---- What follows: matrices ----
+
+    def linear_layers(self) -> tuple[LinearSpec, ...]:
+        """Every matrix multiplication by a weight of its own, in order of the pass."""
+        found = [linear for i, layer in enumerate(self.layers) for linear in self._linear_layers_of(f"blocks.{i}", layer)]
+        if not self.tied_head:
+            found.append(LinearSpec("head", "head", self.hidden_size, self.vocab_size, "head", Fold(("final_norm.weight",))))
+        return tuple(found)
+
+    def _linear_layers_of(self, block: str, layer: LayerSpec) -> list[LinearSpec]:
+        a, hidden = layer.attention, self.hidden_size
+
+        def norm(name: str) -> Fold | None:
+            return Fold((f"{block}.{name}.weight",)) if name in layer.norms else None
+
+        site, fold = f"{block}.attention.q", norm("attention_norm")
+        heads = {"q": a.heads, "k": a.kv_heads, "v": a.kv_heads}
+        found = [
+            LinearSpec(f"{block}.attention.{role}", role, hidden, count * a.head_size, site, fold)
+            for role, count in heads.items()
+        ]
+        out, value = f"{block}.attention.out", f"{block}.attention.v"
+        values = Fold((f"{value}.weight", *((f"{value}.bias",) if a.qkv_bias else ())), repeats=a.group, run=a.head_size)
+        found.append(LinearSpec(out, "out", a.heads * a.head_size, hidden, out, values))
+        fold = norm("mlp_norm")
+        if isinstance(layer.mlp, MlpSpec):
+            return found + self._gated(f"{block}.mlp", layer.mlp.size, f"{block}.mlp.gate", fold)
+        experts, router = layer.mlp, f"{block}.mlp.router"
+        found.append(LinearSpec(router, "router", hidden, experts.count, router, fold))
+        share = experts.active / experts.count
+        found += self._gated(f"{block}.mlp.experts", experts.size, router, fold, experts.count, share)
+        if experts.shared_size:
+            found += self._gated(f"{block}.mlp.shared", experts.shared_size, router, fold)
+        return found
+
+    def _gated(
+        self, module: str, size: int, site: str, fold: Fold | None, count: int = 1, share: float = 1.0
+    ) -> list[LinearSpec]:
+        down, hidden = f"{module}.down", self.hidden_size
+        return [
+            LinearSpec(f"{module}.gate", "gate", hidden, size, site, fold, count, share),
+            LinearSpec(f"{module}.up", "up", hidden, size, site, fold, count, share),
+            LinearSpec(down, "down", size, hidden, down, Fold((f"{module}.up.weight",)), count, share),
+        ]
+
+    def quantisable(self) -> dict[str, LinearSpec]:
+        """The linear layers that a recipe may name, by path, in order of the pass."""
+        return {layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED}
+
+    # ---- What follows: cache and positions ----
+
+    def cache_shapes(self) -> tuple[tuple[int, int], ...]:
+        """``(kv_heads, head_size)`` of each layer's keys, and of its values."""
+        return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
+
+    def cache_bytes(self, element_bytes: int) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * element_bytes * sum(kv_heads * head_size for kv_heads, head_size in self.cache_shapes())
+
+    def rotary_tables(self) -> tuple[RotaryTable, ...]:
+        """The tables that the layers turn by, each once."""
+        return tuple(dict.fromkeys(table for layer in self.layers if (table := rotary_table(layer.attention)) is not None))
+
+    # ---- As plain values ----
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as the manifest's ``network`` and ``inspect --json`` have them: the fields, and what follows of use."""
+        values = asdict(self) | {
+            "eos_token_ids": list(self.eos_token_ids),
+            "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
+            "parameters": self.parameter_count(),
+            "linear_layers": [asdict(linear) for linear in self.linear_layers()],
+        }
+        for linear in values["linear_layers"]:
+            if linear["fold"] is not None:
+                linear["fold"]["parameters"] = list(linear["fold"]["parameters"])
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
+        """The description that ``as_dict`` gave; what follows from it is not read. Raises ValueError."""
+        chosen = {field.name: values[field.name] for field in fields(cls)}
+        layers = tuple(_layer_from(layer) for layer in chosen["layers"])
+        return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})
+
+
+def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
+    attention, mlp = dict(values["attention"]), values["mlp"]
+    rope = attention.pop("rope")
+    return LayerSpec(
+        AttentionSpec(rope=None if rope is None else Rope(**rope), **attention),
+        ExpertsSpec(**mlp) if "count" in mlp else MlpSpec(**mlp),
+        values["norm_eps"],
+        tuple(values["norms"]),
+    )
+
+
+def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
+    """What a layer turns its heads by; None without positions."""
+    if attention.rope is None:
+        return None
+    size = round(attention.head_size * attention.rope.fraction)
+    return RotaryTable(attention.rope.theta, attention.rope.scaling, size)

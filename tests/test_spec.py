@@ -1,0 +1,158 @@
+"""A network's description: what follows from it is what torch builds, and it survives the manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import make_network
+
+from dlm_calibration.recipes import RECIPES
+from dlm_export.network.denoiser import Denoiser, UnbuiltNetworkError, rotate
+from dlm_export.network.spec import (
+    NEVER_QUANTISED,
+    NORMS,
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    Rope,
+)
+from dlm_export.planning.roofline import work_of
+from dlm_export.tensorrt.estimate import Limits, estimate
+
+HIDDEN = 24
+ropes = st.one_of(st.none(), st.builds(Rope, st.floats(1e2, 1e6), st.sampled_from([0.5, 1.0]), st.sampled_from([1.0, 4.0])))
+attentions = st.builds(
+    lambda kv_heads, group, head_size, rope, qk_norm, qkv_bias, out_bias: AttentionSpec(
+        kv_heads * group, kv_heads, head_size, rope, qk_norm, qkv_bias, out_bias
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([4, 8, 12]),
+    ropes,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+mlps = st.builds(MlpSpec, st.integers(1, 40))
+experts = st.builds(lambda count, active, size, shared: ExpertsSpec(count, min(active, count), size, shared),
+                    st.integers(1, 9), st.integers(1, 4), st.integers(1, 20), st.integers(0, 8))  # fmt: skip
+norms = st.lists(st.sampled_from(NORMS), unique=True).map(tuple)
+
+
+def networks(mlp: st.SearchStrategy[MlpSpec | ExpertsSpec]) -> st.SearchStrategy[NetworkSpec]:
+    layers = st.lists(st.builds(LayerSpec, attentions, mlp, st.floats(1e-6, 1e-3), norms), min_size=1, max_size=3).map(tuple)
+    return st.builds(
+        lambda layers, tied: make_network(hidden_size=HIDDEN, layers=layers, tied_head=tied, max_canvas_length=20),
+        layers,
+        st.booleans(),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(network=networks(mlps))
+def test_the_parameters_are_those_that_torch_builds(network: NetworkSpec) -> None:
+    with torch.device("meta"):
+        built = {name: tuple(parameter.shape) for name, parameter in Denoiser(network).named_parameters()}
+    assert network.parameters() == built
+    assert network.parameter_count() == sum(math.prod(shape) for shape in built.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(network=networks(st.one_of(mlps, experts)))
+def test_a_description_survives_the_manifest(network: NetworkSpec) -> None:
+    assert NetworkSpec.from_dict(json.loads(json.dumps(network.as_dict()))) == network
+
+
+@settings(max_examples=60, deadline=None)
+@given(network=networks(st.one_of(mlps, experts)))
+def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(network: NetworkSpec) -> None:
+    shapes, linear = network.parameters(), network.linear_layers()
+    assert len({layer.path for layer in linear}) == len(linear)
+    by_path = {layer.path: layer for layer in linear}
+    for layer in linear:
+        first = by_path[layer.site]
+        assert (layer.inputs, layer.fold, first.site) == (first.inputs, first.fold, first.path)
+        assert shapes[layer.weight] == layer.shape
+        if layer.fold is not None:
+            elements = layer.inputs // layer.fold.repeats
+            assert {shapes[name][-1] for name in layer.fold.parameters} == {elements}
+            assert elements % layer.fold.run == 0
+
+
+@torch.no_grad()
+@settings(max_examples=20, deadline=None)
+@given(network=networks(mlps), seed=st.integers(0, 99))
+def test_every_described_network_runs_and_its_cache_is_exact(network: NetworkSpec, seed: int) -> None:
+    """Rows over a cache equal those of the whole canvas: attention is full, so what was cached of it first is not."""
+    torch.manual_seed(seed)
+    denoiser = Denoiser(network).eval()
+    for parameter in denoiser.parameters():
+        parameter.normal_(std=0.3)
+    ids, positions = torch.randint(0, 99, (1, 12)), torch.arange(12)[None]
+    whole, present = denoiser.hidden(ids, positions)
+    for (kv_heads, head_size), (keys, values) in zip(network.cache_shapes(), present, strict=True):
+        assert keys.shape == values.shape == (1, kv_heads, 12, head_size)
+    first = [(keys[:, :, :7], values[:, :, :7]) for keys, values in present]
+    rest, _ = denoiser.hidden(ids[:, 7:], positions[:, 7:], first)
+    torch.testing.assert_close(rest, whole[:, 7:], rtol=1e-4, atol=1e-4)
+    plain = Denoiser(network, is_plain=True).eval()
+    plain.load_state_dict(denoiser.state_dict())
+    torch.testing.assert_close(plain.hidden(ids, positions)[0], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_of_a_head_turns_and_the_rest_stays() -> None:
+    x, positions = torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1]))
+    turned = rotate(x, (angles.cos(), angles.sin(), positions), is_plain=True)
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    by_hand = torch.view_as_complex(torch.stack((x[..., :2], x[..., 2:4]), -1)) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned[..., :4], torch.cat((by_hand.real, by_hand.imag), -1))
+
+
+def test_position_scaling_divides_positions() -> None:
+    layer = make_network().layers[0]
+    scaled = replace(layer, attention=replace(layer.attention, rope=Rope(1e4, scaling=4.0)))
+    plain, slow = Denoiser(make_network()), Denoiser(make_network(layers=(scaled,)))
+    torch.testing.assert_close(slow.rotary[0].cos[::4], plain.rotary[0].cos[:64])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"visibility": "causal"}, "layer 1 has causal attention"),
+        ({"visibility": "block", "block_length": 4}, "layer 1 has block attention"),
+        ({"window": 8}, "layer 1 has attention in a window of 8"),
+    ],
+)
+def test_attention_that_is_not_built_is_refused_by_its_layer(changes: dict[str, object], says: str) -> None:
+    layer = make_network().layers[0]
+    other = replace(layer, attention=replace(layer.attention, **changes))  # type: ignore[arg-type]
+    with pytest.raises(UnbuiltNetworkError, match=says):
+        Denoiser(make_network(layers=(layer, other)))
+
+
+def test_experts_are_described_counted_and_refused_by_torch() -> None:
+    """8 of 64 experts: a token's work is that of 8, a few tokens read a few experts, and no recipe reaches the router."""
+    layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
+    network = make_network(layers=(layer,))
+    with pytest.raises(UnbuiltNetworkError, match="a mixture of experts"):
+        Denoiser(network)
+    (router,) = [linear for linear in network.linear_layers() if linear.role in NEVER_QUANTISED]
+    assert (router.path, router.inputs, router.outputs) == ("blocks.0.mlp.router", 32, 64)
+    assert router.path not in RECIPES["int8"].formats(list(network.quantisable()))
+    assert network.parameters()["blocks.0.mlp.experts.gate.weight"] == (64, 32, 16)
+    dense = make_network(layers=(replace(layer, mlp=MlpSpec(8 * 16 + 32)),))
+    one, same = work_of(network, {}, 1, 0, 1), work_of(dense, {}, 1, 0, 1)
+    assert one.macs["layers.full"] == same.macs["layers.full"] + 32 * 64
+    assert one.weight_bytes == same.weight_bytes + 4 * 32 * 64
+    many = work_of(network, {}, 1000, 0, 1).weight_bytes - 4 * 1000 * 32
+    assert many + 4 * 99 * 32 == pytest.approx(4 * (network.parameter_count() - 32), rel=1e-3)
+    assert estimate(network, 0, Limits(8, 8)).passes == estimate(dense, 0, Limits(8, 8)).passes

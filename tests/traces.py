@@ -1,0 +1,17 @@
+"""Traces that tests share: torch.onnx.export takes most of a tiny build, and gives the same graph every time."""
+
+from __future__ import annotations
+
+from dlm_export.graph import trace
+from dlm_export.network.spec import NetworkSpec
+
+_trace = trace.trace_pass
+_traces: dict[tuple[NetworkSpec, str, bool], trace.Graph] = {}
+
+
+def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
+    """``trace_pass``, run once a network and precision; a graph of one's own to change."""
+    key = network, precision, is_plain
+    if key not in _traces:
+        _traces[key] = _trace(network, precision, is_plain=is_plain)
+    return _traces[key].clone()
