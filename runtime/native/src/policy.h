@@ -138,7 +138,11 @@ constexpr size_t field_bytes(int32_t kind) {
 template <>
 struct Sized<dlm_policy> {
   static constexpr char name[] = "dlm_policy";
-  static constexpr size_t first_header = 17;  // fields
+  static constexpr size_t first_header = [] {
+    size_t count = 0;
+    for (const dlm_policy_field& field : kPolicyFields) count += field.offset <= offsetof(dlm_policy, seed) ? 1 : 0;
+    return count;
+  }();
   static constexpr auto sizes = [] {
     std::array<size_t, std::size(kPolicyFields) - first_header + 1> out{};
     for (size_t i = 0; i < out.size(); ++i) {
