@@ -6,6 +6,7 @@ library runs in this process, so a crash of it ends the test run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -354,7 +355,11 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     if not _opens(shared_bundle, engine="onnxruntime"):
         return  # a member that the native reader does not know, or another file of text
     with dlm_runtime.open(shared_bundle, engine="none", check_hashes=False) as opened:
-        assert _is_described(opened.manifest, shared_bundle) == VALIDATOR.is_valid(damaged)
+        is_described = _is_described(opened.manifest, shared_bundle)
+    assert is_described == VALIDATOR.is_valid(damaged)
+    if is_described:
+        with contextlib.suppress(BundleError):  # sizes that do not go together
+            bundle_files.network_of(damaged)
 
 
 @examples(150)
@@ -421,7 +426,10 @@ def _edges(rule: dict[str, Any]) -> list[Any]:
     if rule["type"] == "boolean":
         return [0, 1, "true", [], {}, None]
     step = 1 if "integer" in rule["type"] else 1e-6
-    outside = [rule["minimum"] - step, rule["maximum"] + step] if "minimum" in rule else [7]
+    outside = [7] if rule["type"] == "string" else []
+    outside += [
+        rule[key] + step * way for key, way in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)) if key in rule
+    ]
     return [*outside, True, [], {}] + ([] if "null" in rule["type"] else [None])
 
 
@@ -447,6 +455,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path
     sizes = SCHEMA["$defs"]["profile"]["properties"]
     rules += [((*entry, "profiles", "block", name, 2), sizes[name]["items"]) for name in sizes]
     rules += _rules(SCHEMA["$defs"]["audit"], ("audits", "rtx5090"))
+    rules += _rules(SCHEMA["$defs"]["layer"], ("network", "layers", 1))
+    rules += _rules(SCHEMA["$defs"]["linear_layer"], ("network", "linear_layers", 1))
     assert len(rules) > 60
     missed = []
     quantised = _read(llada_bundle)

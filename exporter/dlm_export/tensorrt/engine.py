@@ -186,10 +186,6 @@ def seal(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _weights_file(manifest: Mapping[str, Any]) -> str:
-    return f"{manifest['graph']['file']}.data"
-
-
 def _network_flags(trt: Any) -> int:
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)  # TensorRT 11 knows no other networks
