@@ -1,6 +1,6 @@
 """Writing a bundle: manifest.json (schema version 1), its files with sizes and hashes, and the atomic move into place.
 
-The native runtime is the only reader. The format is in README and, for machines, in ``manifest.schema.json``.
+The native runtime is the only reader. The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
 """
 
 from __future__ import annotations
