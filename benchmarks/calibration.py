@@ -18,7 +18,7 @@ import numpy as np
 from shapes import ROOT, machine
 
 import dlm_runtime
-from dlm_export.build import QuantiseOptions, build_from
+from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging import accuracy
 from dlm_export.judging.judge import Budgets
 from dlm_export.progress import Silent
@@ -44,8 +44,8 @@ def with_outliers(source: Source) -> Source:
 
 def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, seed: int) -> dict[str, Any]:
     folder = ROOT / "build" / "benchmarks" / f"calibration-{recipe}-{kind}"
-    options = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
-    build_from(source, folder, precision=recipe, force=True, check_parity=False, options=options)
+    quantise = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
+    build_from(source, folder, BuildOptions(precision=recipe, force=True, check_parity=False, quantise=quantise))
     found = accuracy.judge_bundle(
         folder, source, CalibrationOptions(data=data), judged, Budgets(), engine="onnxruntime", threads=1, progress=Silent()
     ).as_dict()

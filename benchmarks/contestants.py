@@ -60,7 +60,7 @@ class Native(Contestant):
         import dlm_runtime
 
         self.bundle = dlm_runtime.open(bundle_of(size, precision), threads=threads, check_hashes=False)
-        graph = self.bundle.manifest["graph"]["file"]
+        graph = self.bundle.manifest["loop"]["graph"]["file"]
         entries = self.bundle.manifest["files"]
         self.weights_bytes = sum(entry["bytes"] for name, entry in entries.items() if name in (graph, f"{graph}.data"))
 
@@ -140,7 +140,7 @@ class Torch(Contestant):
         # Blocks cost the same, passes of a block do not: the first one fills the cache.
         limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
 
-        def count(_: Canvas) -> None:
+        def count(_: object) -> None:
             nonlocal steps
             steps += 1
             if steps == limit:

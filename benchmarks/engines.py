@@ -76,11 +76,11 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
         "engine_over_weights": round(engine / weights, 2),
         "peak_rss_bytes": peak,
         "peak_over_weights": round(peak / weights, 2),
-        "device_bytes": entry["device_bytes"],
+        "device_bytes": entry["audit"]["device_bytes"],
         "audit": entry["audit"]["method"],
         "held": dict(Counter(entry["audit"]["layers"].values())),
         "fallbacks": len(entry["audit"]["fallbacks"]),
-        "graph": entry["graph"],
+        "graph": entry["built_from"],
         **judged(folder),
     }
 

@@ -16,7 +16,7 @@ from typing import Any
 from shapes import ROOT, machine
 
 import dlm_runtime
-from dlm_export.build import QuantiseOptions, build_from
+from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging import accuracy
 from dlm_export.judging.judge import Budgets
 from dlm_export.progress import Silent
@@ -37,8 +37,8 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])
     source = open_source(checkpoint)
     is_quantised = name not in ("fp32", "fp16")
-    options = QuantiseOptions(recipe_changes=extra)
-    report = build_from(source, folder, precision=name, force=True, check_parity=False, options=options)
+    options = BuildOptions(precision=name, force=True, check_parity=False, quantise=QuantiseOptions(recipe_changes=extra))
+    report = build_from(source, folder, options)
     row: dict[str, Any] = {
         "precision": name,
         **extra,

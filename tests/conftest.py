@@ -35,10 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 
 
-def _build(checkpoint: Path, output: Path, **options: object) -> Path:
+def _build(checkpoint: Path, output: Path) -> Path:
     from dlm_export.build import build
 
-    build(checkpoint, output, **options)  # type: ignore[arg-type]
+    build(checkpoint, output)
     return output
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 from click.testing import CliRunner, Result
 
-from dlm_export.build import QuantiseOptions, build
+from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.bundle import finish
 from dlm_export.cli import main
 from dlm_export.quantising.samples import CalibrationOptions
@@ -50,16 +50,15 @@ def gpu_bundle(
     if key not in _bundles:
         _folders.append(tempfile.TemporaryDirectory())
         output = Path(_folders[-1].name) / "bundle"
-        build(
-            source,
-            output,
-            target=targets,
-            precision=precision,
+        options = BuildOptions(
+            targets,
+            precision,
             activations=activations,
             engine=EngineOptions() if engines else None,
             check_parity=False,
-            options=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
+            quantise=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
         )
+        build(source, output, options)
         _bundles[key] = output
     return _bundles[key]
 

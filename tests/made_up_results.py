@@ -15,19 +15,17 @@ def made_up_manifest() -> dict[str, Any]:
     layers["blocks.12.mlp.experts.0.down_projection_with_a_long_name"] = "int8-dynamic"
     return {
         "producer": {"name": "dlm-export", "version": "0.1.0"},
-        "family": "llada",
-        "architecture": "LLaDAModelLM",
-        "targets": ["cpu"],
-        "denoiser": {
+        "loop": {"vocab_size": 32000, "max_canvas_length": 256, "graph": {"simulated": True}},
+        "network": {
+            "family": "llada",
+            "architecture": "LLaDAModelLM",
             "layers": 12,
             "hidden_size": 768,
-            "vocab_size": 32000,
             "parameters": 134_000_000,
-            "max_canvas_length": 256,
         },
+        "targets": ["cpu"],
         "precision": {
             "name": "mixed",
-            "simulated": True,
             "recipe": {"default": "nvfp4", "formats": {"attention": {"format": "fp8", "observer": "mse"}}, "keep": ["lm_head"]},
             "layers": layers,
             "high_precision": ["lm_head", "embedding", *(f"blocks.{i}.norm_1" for i in range(12))],

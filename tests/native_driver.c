@@ -200,6 +200,16 @@ static dlm_generate_options options_of(dlm_policy *policy, int32_t new_tokens) {
 
 static const int32_t prompt[] = {1, 2, 3};
 
+/* Whether the session says of every position what the canvas of these denoisers shows: undecided ones hold the mask token. */
+static int is_told_undecided(const dlm_session *session, const dlm_step *step) {
+  size_t count = 0;
+  const uint8_t *undecided = dlm_session_undecided(session, &count);
+  if (undecided == NULL || count != (size_t)step->length) return 0;
+  for (size_t i = 0; i < count; ++i)
+    if (undecided[i] != (step->canvas[i] == MASK)) return 0;
+  return 1;
+}
+
 /* A request without fault, filled with what the denoiser predicts: the session works. */
 static void is_usable(dlm_session *session, const fake *f, int line) {
   dlm_policy policy;
@@ -232,10 +242,12 @@ static void test_static_functions(void) {
   dlm_bundle_denoiser(NULL, &denoiser);
   CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0');
   CLAIM(dlm_session_last_error(NULL)[0] != '\0');
+  size_t count = 99;
   dlm_stats stats;
   memset(&stats, 0x55, sizeof stats);
   dlm_session_stats(NULL, NULL);
   dlm_session_stats(NULL, &stats);
+  CLAIM(dlm_session_undecided(NULL, NULL) == NULL && dlm_session_undecided(NULL, &count) == NULL && count == 0);
   CLAIM(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0);
 }
 
@@ -568,6 +580,7 @@ static void test_steps(void) {
   memset(&step, 0x55, sizeof step);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* before any start */
   CLAIM(step.canvas == NULL && step.guess == NULL && step.score == NULL && step.length == 0 && step.done == 0);
+  CLAIM(dlm_session_undecided(session, NULL) == NULL);
   SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, NULL), DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
@@ -577,6 +590,7 @@ static void test_steps(void) {
     if (!SESSION_STATUS(dlm_session_step(session, &step), DLM_OK)) break;
     ++steps;
     committed += step.committed;
+    CLAIM(is_told_undecided(session, &step));
     CLAIM(step.nfe == steps && step.length == 13 && step.block_start < step.block_end && step.block_end <= 13);
     for (int32_t i = 0; i < step.length; ++i) {
       const int is_scored = step.canvas[i] == MASK && i >= step.block_start && i < step.block_end;
@@ -620,6 +634,7 @@ static int32_t watch(void *user, const dlm_step *step) {
     w->answers[5] = dlm_session_generate_batch(w->re_entered, &options, &request, 1, 1, NULL);
     dlm_session_stats(w->re_entered, &stats); /* only reads */
     CLAIM(stats.nfe == step->nfe);
+    CLAIM(is_told_undecided(w->re_entered, step));
   }
   CLAIM(step->nfe == w->calls && step->canvas != NULL && step->length > 0);
   return w->calls == w->stop_at ? -5 : 0;

@@ -163,7 +163,7 @@ def test_an_allowed_fallback_is_in_the_manifest_and_told(bundle: Path, edit: Edi
     result = dlm_export("engine", bundle, "--target", "rtx5090", "--allow-fallback")
     assert result.exit_code == 0, result.output
     manifest = read_manifest(bundle)
-    found = manifest["engines"]["rtx5090"]["audit"]
+    found = manifest["audits"]["rtx5090"]
     asked = manifest["precision"]["layers"][layer]
     assert list(found["fallbacks"]) == [layer]
     assert found["fallbacks"][layer]["asked"] == asked
@@ -186,7 +186,7 @@ def test_the_rotation_in_front_of_a_layer_is_not_taken_for_the_layer() -> None:
     bundle = gpu_bundle("int8", "rtx5090", engines=True, rotate_down=True)
     graph = onnx.load(bundle / "device.onnx", load_external_data=False).graph
     assert any(node.name == "blocks.0.mlp.down/MatMul.2" for node in graph.node)
-    found = read_manifest(bundle)["engines"]["rtx5090"]["audit"]
+    found = read_manifest(bundle)["audits"]["rtx5090"]
     assert found["layers"]["blocks.0.mlp.down"] == "int8-weight"
     assert found["fallbacks"] == {}
 

@@ -16,16 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from dlm_export import build as builder
 from dlm_export import bundle as bundle_files
-from dlm_export import families, graph
+from dlm_export import families, graph, targets
 from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
@@ -83,15 +81,16 @@ def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.Monke
     """Builds take the graph of the built bundle instead of seconds to trace it again."""
     network = families.read_network(Checkpoint(llada_checkpoint), Overrides())
 
-    def trace(_: object, precision: str, **__: bool) -> trace.Graph:
+    def built_before(_: object, precision: str, **__: bool) -> trace.Graph:
         model = ir.load(llada_bundle / graph.GRAPH_FILE)
+        dtype = torch.float16 if precision == "fp16" else torch.float32
         for value in model.graph.initializers.values():
             value.const_value = None
             if value.name != "mask_token_bias":
-                value.dtype = ir.DataType.from_numpy(np.dtype(np.float16 if precision == "fp16" else np.float32))
-        return trace.Graph(model, network, graph.PRECISIONS[precision])
+                value.dtype = trace.element_type(precision)
+        return trace.Graph(model, network, dtype)
 
-    monkeypatch.setattr(trace, "trace_pass", trace)
+    monkeypatch.setattr(trace, "trace_pass", built_before)
 
 
 def _config(checkpoint: Path, **changes: Any) -> None:
@@ -451,7 +450,7 @@ def test_an_error_of_the_disk_leaves_nothing_behind(
         (folder / graph.DATA_FILE).write_bytes(bytes(1000))
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(graph, "write", fail)
+    monkeypatch.setattr(write, "write_graph", fail)
     says = (f"{out}: ", "cannot write" if code == errno.EIO else "the disk is full")
     _build_fails(llada_checkpoint, out, says=says)
 
@@ -459,14 +458,20 @@ def test_an_error_of_the_disk_leaves_nothing_behind(
 def test_a_build_that_needs_more_memory_than_there_is_says_so(
     llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder.targets, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(targets, "available_memory_bytes", lambda: 1000)
     _build_fails(llada_checkpoint, out, says=("361,728 bytes, and 1,000 are available", "--no-verify"))
 
 
 # ---- Builds that end early ----
 
 
-STAGES = [(trace, "trace_pass"), (write, "write_graph"), (bundle_files, "finish"), (builder, "check"), (bundle_files, "_move")]
+STAGES = [
+    (trace, "trace_pass"),
+    (write, "write_graph"),
+    (bundle_files, "finish"),
+    (verify, "check_parity"),
+    (bundle_files, "_move"),
+]
 
 
 @pytest.mark.parametrize(("module", "function"), STAGES, ids=[name for _, name in STAGES])
@@ -490,7 +495,7 @@ def test_ctrl_c_leaves_nothing_behind_and_an_old_bundle_as_it_was(
     before = _snapshot(out)
     monkeypatch.setattr(module, function, interrupt)
     if function == "_move":
-        monkeypatch.setattr(builder, "check", lambda *_, **__: verify.Parity("fp32", verify.TOLERANCES["fp32"], [], []))
+        monkeypatch.setattr(verify, "check_parity", lambda *_, **__: verify.Parity("fp32", verify.TOLERANCES["fp32"], [], []))
     result = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(out), "--force"])
     assert result.exit_code == 1, result.output
     assert result.output.strip() == "Aborted!"
@@ -522,8 +527,8 @@ def test_ctrl_c_between_the_two_renames_keeps_the_old_bundle(
 def test_a_build_that_differs_from_torch_exits_3_and_writes_no_bundle(
     llada_checkpoint: Path, out: Path, traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "PROMPT_COUNT", 1)
-    monkeypatch.setattr(builder, "NEW_TOKENS", 2)
+    monkeypatch.setattr(verify, "PROMPT_COUNT", 1)
+    monkeypatch.setattr(verify, "NEW_TOKENS", 2)
     strict = dataclasses.replace(verify.TOLERANCES["fp32"], relative=0.0)
     monkeypatch.setitem(verify.TOLERANCES, "fp32", strict)
     says = (f"{out}: not written, it differs from PyTorch", "logits differ by")

@@ -19,7 +19,7 @@ from test_imports import BLOCKED
 import dlm_runtime
 from dlm_calibration.recipes import FORMATS
 from dlm_export import families
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, build
 from dlm_export.bundle import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
@@ -162,7 +162,7 @@ def test_the_table_says_what_json_says(llada_bundle: Path) -> None:
 def test_without_being_asked_it_measures_what_fits_the_bundle(
     llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(llada_checkpoint, tmp_path / "b", overrides=Overrides(None, 40), check_parity=False)
+    build(llada_checkpoint, tmp_path / "b", BuildOptions(check_parity=False), overrides=Overrides(None, 40))
     monkeypatch.setattr(bench, "WARM_UP", 1)
     result = json.loads(invoke(tmp_path / "b", "--rounds", 3, "--threads", 1, "--json").stdout)
     assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [(20, 20, 20), (40, 0, 40)]
@@ -241,7 +241,7 @@ def test_formats_that_a_cpu_only_simulates_count_as_full_precision(llada_bundle:
     assert bench._work(manifest, size) == full
     manifest["precision"]["layers"]["blocks.0.mlp.gate"] = "int8-dynamic"
     assert bench._work(manifest, size).macs["layers.int8"] == 4 * 64 * 96
-    manifest["graph"]["cache_dtype"] = "float16"
+    manifest["loop"]["graph"]["cache_dtype"] = "float16"
     assert bench._work(manifest, size).cache_bytes == full.cache_bytes // 2
 
 

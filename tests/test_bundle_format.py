@@ -1,14 +1,18 @@
 """The bundle's format: manifest.schema.json and the native reader agree, and no damage gets past them or crashes.
 
-The native library runs in this process, so a crash of it ends the test run.
+The native reader checks ``loop`` and ``files``; what describes a bundle is checked by the schema, where it is read. The native
+library runs in this process, so a crash of it ends the test run.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,11 +28,19 @@ import dlm_runtime
 from dlm_export import bundle as bundle_files
 from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.cli import main
 from dlm_export.families.base import Overrides
+from dlm_export.graph import trace
 from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy, RequestError
+from dlm_runtime.manifest import check_manifest, validator
 
 SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
-VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+VALIDATOR = validator()
+NATIVE = ("schema_version", "loop", "files")  # what the native reader reads; it knows the other members by name
+NATIVE_VALIDATOR = VALIDATOR.evolve(
+    schema=SCHEMA
+    | {"required": NATIVE, "properties": {key: rule if key in NATIVE else {} for key, rule in SCHEMA["properties"].items()}}
+)
 DATA_FILE = "denoiser.onnx.data"
 
 
@@ -84,28 +97,28 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
     name, content = f"engines/{target}.engine", b"engine"
     files = manifest["files"]
     files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["graph"]["device_file"] = "denoiser.onnx"
+    manifest["loop"]["graph"]["device_file"] = "denoiser.onnx"
     profile = {"tokens": [1, 16, 32], "cached": [0, 0, 64], "rows": [1, 8, 32]}
     entry = {
         "file": name,
         "builder": "tensorrt_rtx",
         "version": "1.7.1.116",
         "sm": [120],
-        "graph": {
+        "built_from": {
             "judged": files["denoiser.onnx"]["sha256"],
             "device": files["denoiser.onnx"]["sha256"],
             "weights": files[DATA_FILE]["sha256"],
         },
         "profiles": {"prefill": profile, "block": json.loads(json.dumps(profile))},
-        "audit": {
-            "method": "network",
-            "layers": {"blocks.0.mlp.up": "fp8"},
-            "fallbacks": {'blocks.0."quoted"\\': {"asked": "nvfp4", "held": "fp16"}},
-        },
-        "device_bytes": 1 << 30,
     }
     _seal(entry)
-    manifest.setdefault("engines", {})[target] = entry
+    manifest["loop"].setdefault("engines", {})[target] = entry
+    manifest.setdefault("audits", {})[target] = {
+        "method": "network",
+        "layers": {"blocks.0.mlp.up": "fp8"},
+        "fallbacks": {'blocks.0."quoted"\\': {"asked": "nvfp4", "held": "fp16"}},
+        "device_bytes": 1 << 30,
+    }
     return entry
 
 
@@ -133,6 +146,20 @@ def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bo
     return False
 
 
+def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
+    """Whether Python's check takes a manifest; anything but a BundleError of one line is a defect and goes through."""
+    try:
+        check_manifest(manifest, bundle)
+    except BundleError as err:
+        sentence = str(err)
+    else:
+        return True
+    assert sentence.startswith(f"{bundle / 'manifest.json'}: "), "the message does not say where"
+    assert "\n" not in sentence
+    assert len(sentence) < len(str(bundle)) + 700, "a sentence, not the input"
+    return False
+
+
 def _refusal(bundle: Path, kind: type[DlmError] = BundleError, check_hashes: bool = False, engine: str = "auto") -> str:
     with pytest.raises(kind) as caught:
         dlm_runtime.open(bundle, engine=engine, threads=1, check_hashes=check_hashes)
@@ -146,6 +173,7 @@ def _refusal(bundle: Path, kind: type[DlmError] = BundleError, check_hashes: boo
 def test_a_built_manifest_is_valid_under_the_schema(llada_bundle: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     manifest = _read(llada_bundle)
+    assert manifest == bundle_files.read_manifest(llada_bundle)
     assert [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)] == []
     on_disk = {p.relative_to(llada_bundle).as_posix() for p in llada_bundle.rglob("*") if p.is_file()}
     assert set(manifest["files"]) == on_disk - {"manifest.json"}
@@ -176,7 +204,8 @@ def test_an_opened_bundle_gives_back_the_manifest_that_was_written(bundle: Path)
 @pytest.mark.parametrize("style", [{"indent": 7}, {"separators": (",", ":")}, {"sort_keys": True}, {"ensure_ascii": True}])
 def test_the_way_a_manifest_is_laid_out_does_not_matter(bundle: Path, style: dict[str, Any]) -> None:
     manifest = _read(bundle)
-    manifest["presets"]["übermäßig 😀"] = manifest["presets"]["llada"]
+    presets = manifest["loop"]["presets"]
+    presets["übermäßig 😀"] = presets["llada"]
     (bundle / "manifest.json").write_text(json.dumps(manifest, **({"ensure_ascii": False} | style)), encoding="utf-8")
     with dlm_runtime.open(bundle, threads=1) as opened:
         assert opened.manifest == manifest
@@ -187,23 +216,22 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
     for path in (llada_checkpoint, dream_checkpoint):
         network = families.read_network(Checkpoint(path), Overrides())
         presets, default = dict(PRESETS), families.FAMILIES[network.family].default_preset
-        graph = {"file": "denoiser.onnx", "opset": 23, "top_k": 2, "cache_dtype": "float16"}
-        graph |= {"inputs": ["input_ids"], "outputs": ["logits"]}
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
         manifest = bundle_files.make_manifest(
             network,
-            precision={"name": "fp16", "simulated": False},
+            graph=trace.describe(network, "fp16", is_simulated=False),
+            opset=23,
+            precision={"name": "fp16"},
             targets=["cpu"],
-            graph=graph,
             presets=presets,
             default_preset=default,
             tokenizer="tokenizer.json",
             chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
         )
         bundle_files.finish(tmp_path, manifest)
-        assert [error.message for error in VALIDATOR.iter_errors(_read(tmp_path))] == []
+        assert bundle_files.read_manifest(tmp_path) == _read(tmp_path)
 
 
 @st.composite
@@ -231,7 +259,7 @@ def policies(draw: st.DrawFn) -> Policy:
 @given(policy=policies())
 def test_every_policy_of_the_schema_survives_the_round_trip(shared_bundle: Path, llada_bundle: Path, policy: Policy) -> None:
     manifest = _read(llada_bundle)
-    manifest["presets"]["drawn"] = policy.as_dict()
+    manifest["loop"]["presets"]["drawn"] = policy.as_dict()
     assert VALIDATOR.is_valid(manifest)
     _write(shared_bundle, manifest)
     with dlm_runtime.open(shared_bundle, threads=1, check_hashes=False) as opened:
@@ -239,7 +267,7 @@ def test_every_policy_of_the_schema_survives_the_round_trip(shared_bundle: Path,
 
 
 def test_a_preset_without_a_field_takes_the_default_of_the_schema(bundle: Path) -> None:
-    _change(bundle, "presets", "bare", value={})
+    _change(bundle, "loop", "presets", "bare", value={})
     with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
         properties = SCHEMA["$defs"]["preset"]["properties"]
         assert opened.policy("bare").as_dict() == {name: rule["default"] for name, rule in properties.items()}
@@ -307,9 +335,26 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     damaged = _damage(data, _read(llada_bundle))
     _write(shared_bundle, damaged)
     opened = _opens(shared_bundle)
-    # The native reader may refuse more (see the schema's description), never less.
-    if not VALIDATOR.is_valid(damaged):
-        assert not opened, [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(damaged)]
+    # The native reader may refuse more (see the schema's description), of what it reads never less.
+    faults = [f"{error.json_path}: {error.message}" for error in NATIVE_VALIDATOR.iter_errors(damaged)]
+    assert not (opened and faults), faults
+
+
+@examples(200)
+@given(data=st.data())
+def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
+    shared_bundle: Path, llada_bundle: Path, data: st.DataObject
+) -> None:
+    manifest = _read(llada_bundle)
+    manifest["precision"] |= copy.deepcopy(QUANTISED)
+    _add_engine(manifest)
+    described = _damage(data, {key: value for key, value in manifest.items() if key not in NATIVE})
+    damaged = (described if isinstance(described, dict) else {}) | {key: manifest[key] for key in NATIVE}
+    _write(shared_bundle, damaged)
+    if not _opens(shared_bundle, engine="onnxruntime"):
+        return  # a member that the native reader does not know, or another file of text
+    with dlm_runtime.open(shared_bundle, engine="none", check_hashes=False) as opened:
+        assert _is_described(opened.manifest, shared_bundle) == VALIDATOR.is_valid(damaged)
 
 
 @examples(150)
@@ -372,7 +417,7 @@ QUANTISED: dict[str, Any] = {
 def _edges(rule: dict[str, Any]) -> list[Any]:
     """Values just outside what a rule of the schema allows, and some of another type."""
     if "enum" in rule or "const" in rule:
-        return ["", "FULL", 2, None]
+        return ["", "FULL", 7, None]
     if rule["type"] == "boolean":
         return [0, 1, "true", [], {}, None]
     step = 1 if "integer" in rule["type"] else 1e-6
@@ -386,24 +431,28 @@ def _rules(rule: dict[str, Any], path: tuple[Any, ...]) -> list[tuple[tuple[Any,
     return [found for key, value in rule["properties"].items() for found in _rules(value, (*path, key))]
 
 
-def test_every_range_and_choice_of_the_schema_is_the_native_readers(shared_bundle: Path, llada_bundle: Path) -> None:
+def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path, llada_bundle: Path) -> None:
     properties = SCHEMA["properties"]
+    loop = properties["loop"]["properties"]
     rules = _rules(SCHEMA, ())
-    rules += _rules(SCHEMA["$defs"]["preset"], ("presets", "llada"))
+    rules += _rules(SCHEMA["$defs"]["preset"], ("loop", "presets", "llada"))
     rules += _rules(properties["files"]["additionalProperties"], ("files", DATA_FILE))
-    rules.append((("tokens", "eos", 0), properties["tokens"]["properties"]["eos"]["items"]))
+    rules.append((("loop", "eos_token_ids", 0), loop["eos_token_ids"]["items"]))
+    layers = loop["graph"]["properties"]["ports"]["properties"]["layers"]
+    rules += _rules(layers["items"], ("loop", "graph", "ports", "layers", 1))
     rules.append((("targets", 0), properties["targets"]["items"]))
-    entry = ("engines", "rtx5090")
+    entry = ("loop", "engines", "rtx5090")
     rules += _rules(SCHEMA["$defs"]["engine"], entry)
     rules.append(((*entry, "sm", 0), SCHEMA["$defs"]["engine"]["properties"]["sm"]["items"]))
     sizes = SCHEMA["$defs"]["profile"]["properties"]
     rules += [((*entry, "profiles", "block", name, 2), sizes[name]["items"]) for name in sizes]
+    rules += _rules(SCHEMA["$defs"]["audit"], ("audits", "rtx5090"))
     assert len(rules) > 60
     missed = []
     quantised = _read(llada_bundle)
     quantised["precision"] |= QUANTISED
     _add_engine(quantised)
-    assert VALIDATOR.is_valid(quantised)
+    assert [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(quantised)] == []
     _write(shared_bundle, quantised)
     (shared_bundle / "engines").mkdir(exist_ok=True)
     (shared_bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
@@ -417,15 +466,21 @@ def test_every_range_and_choice_of_the_schema_is_the_native_readers(shared_bundl
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
             if path[-1] != "seal" and "engines" in path:
-                _seal(manifest["engines"]["rtx5090"])  # or the seal alone would refuse it
+                _seal(manifest["loop"]["engines"]["rtx5090"])  # or the seal alone would refuse it
             _write(shared_bundle, manifest)
-            if _opens(shared_bundle, engine="none"):
+            is_taken = _opens(shared_bundle, engine="none")
+            if path[0] not in NATIVE:
+                assert is_taken, f"{path} is nothing for the native reader to refuse"
+                is_taken = _is_described(manifest, shared_bundle)
+            if is_taken:
                 missed.append((path, value))
     assert missed == []
 
 
 @pytest.mark.parametrize(
-    "path", [(), ("denoiser",), ("presets", "llada"), ("files", DATA_FILE)], ids=lambda path: ".".join(path) or "root"
+    "path",
+    [(), ("network",), ("loop",), ("loop", "presets", "llada"), ("files", DATA_FILE)],
+    ids=lambda path: ".".join(path) or "root",
 )
 def test_a_key_that_is_there_twice_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
     # JSON readers differ in which of the two they take: two of them must not see two bundles.
@@ -457,18 +512,34 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 
 
 def test_a_newer_schema_version_is_refused_by_name(bundle: Path) -> None:
-    _change(bundle, "schema_version", value=2)
+    _change(bundle, "schema_version", value=3)
     # A newer version may have keys that this reader does not know: the version is what the user must hear of.
     _change(bundle, "from_the_future", value={})
     message = _refusal(bundle)
-    assert "schema_version 2 is newer" in message
+    assert "schema_version 3 is newer" in message
     assert "update dlm-export" in message
+
+
+def test_a_bundle_of_schema_1_is_refused_with_the_command_that_builds_it_again(bundle: Path) -> None:
+    # Its members are others: the version is what the user must hear of.
+    _write(bundle, {"schema_version": 1, "family": "llada", "denoiser": {}, "tokens": {}, "graph": {}, "files": {}})
+    message = _refusal(bundle)
+    assert "schema_version 1 is of an older dlm-export" in message
+    assert "`dlm-export build CHECKPOINT -o BUNDLE --force`" in message
 
 
 @pytest.mark.parametrize(
     "path",
-    [(), ("denoiser",), ("tokens",), ("graph",), ("presets", "llada"), ("files", DATA_FILE)],
-    ids=lambda path: ".".join(path) or "root",
+    [
+        (),
+        ("loop",),
+        ("loop", "graph"),
+        ("loop", "graph", "ports"),
+        ("loop", "graph", "ports", "layers", 1),
+        ("loop", "presets", "llada"),
+        ("files", DATA_FILE),
+    ],
+    ids=lambda path: ".".join(map(str, path)) or "root",
 )
 def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) -> None:
     _change(bundle, *path, "sparkle", value=1)
@@ -480,26 +551,154 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (("tokens", "mask"), 160, "tokens.mask"),
-        (("tokens", "eos"), [150], "an end token is the mask token"),
-        (("graph", "top_k"), 65, "graph.top_k"),
-        (("default_preset",), "nowhere", "default_preset: is not one of presets"),
-        (("graph", "file"), "other.onnx", "not listed in files"),
-        (("graph", "device_file"), "other.onnx", "not listed in files"),
-        (("targets",), [], "at least one target"),
-        (("tokenizer",), "other.json", "not listed in files"),
-        (("denoiser", "layers"), 3, "is missing"),
-        (("denoiser", "kv_heads"), 2, "but the manifest makes it"),
-        (("denoiser", "vocab_size"), 161, "but the manifest makes it"),
-        (("graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
-        (("graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
-        (("presets", "llada", "temperature"), 0.7, "temperature 0 only"),
+        (("loop", "mask_token_id"), 160, "loop.mask_token_id"),
+        (("loop", "eos_token_ids"), [150], "an end token is the mask token"),
+        (("loop", "graph", "top_k"), 65, "loop.graph.top_k"),
+        (("loop", "default_preset"), "nowhere", "loop.default_preset: is not one of presets"),
+        (("loop", "graph", "file"), "other.onnx", "loop.graph.file: names a file that is not listed in files"),
+        (("loop", "graph", "device_file"), "other.onnx", "not listed in files"),
+        (("tokenizer",), "other.json", "tokenizer: names a file that is not listed in files"),
+        (("tokenizer",), "../manifest.json", "not listed in files"),
+        (("tokenizer",), ["tokenizer.json"], "not listed in files"),
+        (("chat_template",), {"file": "/etc/passwd", "special_tokens": {}}, "chat_template.file: names a file that is not"),
+        (("chat_template",), {"file": "denoiser.onnx", "special_tokens": {"bos_token": 1}}, "chat_template: expected"),
+        (("chat_template",), {"file": "denoiser.onnx"}, "chat_template: expected"),
+        (("chat_template",), "chat.jinja", "chat_template: expected"),
+        (("loop", "vocab_size"), 161, "but the manifest makes it"),
+        (("loop", "graph", "ports", "layers", 1, "kv_heads"), 2, 'the input "past_key.1" is float [any, 4, any, 16], but'),
+        (("loop", "graph", "ports", "layers", 0, "head_size"), 8, 'the input "past_key.0" is float [any, 4, any, 16], but'),
+        (("loop", "graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
+        (("loop", "graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
+        (("loop", "presets", "llada", "temperature"), 0.7, "temperature 0 only"),
     ],
-    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_values_that_contradict_each_other_are_refused(bundle: Path, path: tuple[str, ...], value: Any, sentence: str) -> None:
     _change(bundle, *path, value=value)
     assert sentence in _refusal(bundle)
+
+
+# ---- Ports ----
+
+
+def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path) -> None:
+    """The graph's inputs and outputs in another order, each called what another one was."""
+    import onnx
+
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        expected = [opened.generate(tokens=[1, 2, 3], max_new_tokens=24, cache=cache).tokens for cache in ("none", "dual")]
+    manifest = _read(bundle)
+    ports = manifest["loop"]["graph"]["ports"]
+    path = bundle / "denoiser.onnx"
+    model = onnx.load(path, load_external_data=False)
+    old = [value.name for value in (*model.graph.input, *model.graph.output)]
+    called = dict(zip(old, reversed(old), strict=True))
+    for values in (model.graph.input, model.graph.output):
+        for value in values:
+            value.name = called[value.name]
+        backwards = list(reversed(values))
+        del values[:]
+        values.extend(backwards)
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [called.get(name, name) for name in names]
+    onnx.save(model, path)
+    for port in (ports, *ports["layers"]):
+        port |= {key: called[name] for key, name in port.items() if isinstance(name, str)}
+    _write(bundle, manifest)
+    _relist(bundle, "denoiser.onnx")
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        assert [
+            opened.generate(tokens=[1, 2, 3], max_new_tokens=24, cache=cache).tokens for cache in ("none", "dual")
+        ] == expected
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\nb", "\x7f", "ä", "x" * 129, 5, None, ["logits"]])
+@pytest.mark.parametrize("path", [("entropy",), ("layers", 1, "present_value")], ids=["entropy", "present_value"])
+def test_a_port_with_a_hostile_name_is_refused(bundle: Path, path: tuple[Any, ...], name: Any) -> None:
+    _change(bundle, "loop", "graph", "ports", *path, value=name)
+    assert f"{path[-1]}: expected" in _refusal(bundle)
+    assert not VALIDATOR.is_valid(_read(bundle))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(("logits",), "entropy"), (("layers", 1, "past_key"), "past_key.0"), (("layers", 0, "past_key"), "input_ids")],
+    ids=["of outputs", "of layers", "of inputs"],
+)
+def test_a_name_that_two_ports_share_is_refused(bundle: Path, path: tuple[Any, ...], name: str) -> None:
+    _change(bundle, "loop", "graph", "ports", *path, value=name)
+    assert f'another port is called "{name}" too' in _refusal(bundle)
+
+
+@pytest.mark.parametrize("layers", [[], {}, [None]])
+def test_layers_that_are_none_are_refused(bundle: Path, layers: Any) -> None:
+    _change(bundle, "loop", "graph", "ports", "layers", value=layers)
+    assert "loop.graph.ports.layers" in _refusal(bundle)
+    assert not VALIDATOR.is_valid(_read(bundle))
+
+
+def test_a_port_that_the_graph_does_not_have_is_refused(bundle: Path) -> None:
+    _change(bundle, "loop", "graph", "ports", "entropy", value="surprise")
+    assert 'the output "surprise" is missing' in _refusal(bundle)
+    manifest = _read(bundle)
+    del manifest["loop"]["graph"]["ports"]["entropy"]
+    _write(bundle, manifest)
+    assert "entropy" in _refusal(bundle)
+
+
+# ---- What describes a bundle ----
+
+
+def test_a_bundle_runs_without_what_describes_it(bundle: Path) -> None:
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        expected = opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens
+    _write(bundle, {key: value for key, value in _read(bundle).items() if key in NATIVE})
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        assert opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens == expected
+    with pytest.raises(BundleError, match=r"manifest\.json: the manifest: 'producer' is a required property"):
+        bundle_files.read_manifest(bundle)
+
+
+def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
+    program = (
+        "import sys; sys.modules['jsonschema'] = None; import dlm_runtime; "
+        "print(dlm_runtime.open(sys.argv[1], threads=1).generate(tokens=[1], max_new_tokens=2).nfe)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("producer", "version"), 1, "producer.version: 1 is not of type 'string'"),
+        (("producer", "sparkle"), 1, "producer: Additional properties are not allowed ('sparkle' was unexpected)"),
+        (("targets",), [], "targets: [] should be non-empty"),
+        (("targets", 0), 7, "targets[0]: 7 is not of type 'string'"),
+        (("network",), [], "network: [] is not of type 'object'"),
+        (("network", "parameters"), 3.0, "network.parameters: 3.0 is not of type 'integer'"),
+        (("network", "architecture"), ["x" * 10**6], "network.architecture: ['"),
+        (("precision", "name"), None, "precision.name: None is not of type 'string'"),
+        (("precision", "layers"), {"a b\n": 1}, 'precision.layers["a b\\n"]: 1 is not of type'),
+        (("precision", "layers"), {"x" * 10**6: {}}, "precision.layers.xxx"),
+        (("opset",), 0, "opset: 0 is less than the minimum of 1"),
+        (("audits",), {"../x": {}}, "audits: '../x' "),
+        (("audits",), {"thor": {"method": "hearsay"}}, "audits.thor"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_description_is_named_with_its_place_by_every_reader_but_the_runtime(
+    bundle: Path, path: tuple[Any, ...], value: Any, sentence: str
+) -> None:
+    _change(bundle, *path, value=value)
+    assert _opens(bundle)
+    with pytest.raises(BundleError) as caught:
+        bundle_files.read_manifest(bundle)
+    assert str(caught.value).startswith(f"{bundle / 'manifest.json'}: {sentence}")
+    assert not _is_described(_read(bundle), bundle)
+    done = CliRunner().invoke(main, ["inspect", str(bundle)])
+    assert (done.exit_code, done.output) == (2, f"Error: {caught.value}\n")
 
 
 # ---- Engines ----
@@ -517,7 +716,7 @@ def test_a_bundle_with_an_engine_is_valid_and_opens_without_it(bundle: Path) -> 
         assert opened.engine.startswith("onnxruntime")
 
 
-@pytest.mark.parametrize("path", [(), ("graph",), ("profiles",), ("profiles", "block"), ("audit",)], ids=".".join)
+@pytest.mark.parametrize("path", [(), ("built_from",), ("profiles",), ("profiles", "block")], ids=".".join)
 def test_an_unknown_key_of_an_engine_is_refused_by_name(bundle: Path, path: tuple[str, ...]) -> None:
     def change(node: dict[str, Any]) -> None:
         for key in path:
@@ -535,9 +734,6 @@ def test_an_unknown_key_of_an_engine_is_refused_by_name(bundle: Path, path: tupl
         (("version",), "1.7.1.117"),
         (("sm",), [120, 121]),
         (("profiles", "block", "rows"), [1, 8, 64]),
-        (("audit", "layers"), {}),
-        (("audit", "fallbacks"), {}),
-        (("device_bytes",), 1),
         (("seal",), "0" * 64),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
@@ -547,19 +743,19 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
 ) -> None:
     _write_with_engine(bundle)
     assert _opens(bundle, engine="none")
-    _change(bundle, "engines", "rtx5090", *path, value=value)
+    _change(bundle, "loop", "engines", "rtx5090", *path, value=value)
     assert VALIDATOR.is_valid(_read(bundle))
     assert _opens(bundle, engine="none")  # so that it can be built again
     message = _refusal(bundle, engine="tensorrt")
-    assert "engines.rtx5090 was edited after it was written" in message
+    assert "loop.engines.rtx5090: was edited after it was written" in message
     assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
 
 
 @pytest.mark.parametrize(("key", "file"), [("judged", "denoiser.onnx"), ("device", "denoiser.onnx"), ("weights", DATA_FILE)])
 def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, file: str) -> None:
-    _write_with_engine(bundle, lambda entry: entry["graph"].update({key: "0" * 64}))
+    _write_with_engine(bundle, lambda entry: entry["built_from"].update({key: "0" * 64}))
     message = _refusal(bundle, engine="tensorrt")
-    assert f"engines.rtx5090.graph.{key}: was built from another graph than this bundle's {file}" in message
+    assert f"loop.engines.rtx5090.built_from.{key}: was built from another graph than this bundle's {file}" in message
     assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
 
 
@@ -575,11 +771,7 @@ def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, f
         (lambda e: e.update(sm=[120.0]), "expected an integer"),
         (lambda e: e["profiles"]["block"].update(rows=[1, 2]), "three sizes"),
         (lambda e: e["profiles"]["block"].update(rows=[1, 9, 8]), "expected an integer in 9.."),
-        (lambda e: e["audit"].update(method="hearsay"), 'expected "network" or "inspector"'),
-        (lambda e: e["audit"]["layers"].update({"größe": "fp8"}), "printable ASCII"),
-        (lambda e: e["audit"]["layers"].update({"a": "f\np8"}), "printable ASCII"),
-        (lambda e: e["audit"]["fallbacks"].update({"a": {"asked": "fp8"}}), "held"),
-        (lambda e: e.pop("device_bytes"), "device_bytes"),
+        (lambda e: e.pop("built_from"), "built_from"),
     ],
 )
 def test_an_engine_that_is_described_wrongly_is_refused(
@@ -592,12 +784,12 @@ def test_an_engine_that_is_described_wrongly_is_refused(
 def test_an_engine_without_a_device_graph_or_with_a_strange_target_is_refused(bundle: Path) -> None:
     _write_with_engine(bundle)
     written = _read(bundle)
-    del written["graph"]["device_file"]
+    del written["loop"]["graph"]["device_file"]
     _write(bundle, written)
     assert "device_file" in _refusal(bundle, engine="none")
     _write_with_engine(bundle)
     written = _read(bundle)
-    written["engines"] = {"../RTX": written["engines"]["rtx5090"]}
+    written["loop"]["engines"] = {"../RTX": written["loop"]["engines"]["rtx5090"]}
     _write(bundle, written)
     assert "is not a target's name" in _refusal(bundle, engine="none")
     assert not VALIDATOR.is_valid(written)
@@ -612,7 +804,8 @@ def test_a_damaged_engine_is_refused_where_the_schema_refuses_and_never_crashes(
     _add_engine(manifest)
     (shared_bundle / "engines").mkdir(exist_ok=True)
     (shared_bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
-    entry = manifest["engines"]["rtx5090"] = _damage(data, manifest["engines"]["rtx5090"])
+    engines = manifest["loop"]["engines"]
+    entry = engines["rtx5090"] = _damage(data, engines["rtx5090"])
     if isinstance(entry, dict) and data.draw(st.booleans(), label="sealed again"):
         _seal(entry)
     _write(shared_bundle, manifest)

@@ -38,7 +38,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
     for word in ("trace graph", "write weights", "denoiser.onnx.data", "manifest.json", "14 of 14 canvases of random"):
         assert word in result.stdout
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
-    assert manifest["denoiser"]["max_canvas_length"] == 64
+    assert manifest["loop"]["max_canvas_length"] == 64
     assert json.loads((tmp_path / "bundle" / "accuracy.json").read_text())["parity"]["passed"] is True
     # The command of the second verification reads that length from the bundle.
     verified = invoke("verify", tmp_path / "bundle", "--checkpoint", llada_checkpoint, "--count", 2, "--max-new-tokens", 8)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import make_tensorrt_api
+import onnx
 import pytest
 from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 from fake_tensorrt import API, VERSION, Device, describe, module
@@ -50,8 +51,8 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Pa
     assert result.exit_code == 0, result.output
     manifest = read_manifest(out)
     jsonschema.validate(manifest, SCHEMA)
-    assert "engines" not in manifest
-    assert manifest["graph"]["device_file"] == "device.onnx"
+    assert "engines" not in manifest["loop"]
+    assert manifest["loop"]["graph"]["device_file"] == "device.onnx"
     assert (out / "device.onnx").is_file()
     assert not (out / "engines").exists()
     command = f"dlm-export engine {out} --target thor"
@@ -119,7 +120,8 @@ def test_the_command_on_the_device_goes_through_to_the_builder(bundle: Path, on_
         assert (name, *[(1, 6, 0, 32)] * 3) in prefill
         assert (name, (1, 6, 0, 32), (1, 6, 48, 32), (1, 6, 96, 32)) in block
     assert ("score_rows", (1, 1), (1, 16), (1, 16)) in prefill
-    assert {name for name, *_ in prefill} == {name for name, *_ in block} == set(read_manifest(bundle)["graph"]["inputs"])
+    inputs = {node.name for node in onnx.load(bundle / "device.onnx", load_external_data=False).graph.input}
+    assert {name for name, *_ in prefill} == {name for name, *_ in block} == inputs
     after = contents(bundle)
     assert {name for name in after if before.get(name) != after[name]} == {"manifest.json", "engines/thor.engine"}
 
@@ -129,7 +131,7 @@ def test_an_older_tensorrt_that_does_not_stream_builds_too(bundle: Path, on_devi
     result = dlm_export("engine", bundle, "--target", "thor")
     assert result.exit_code == 0, result.output
     assert "Builder.build_serialized_network" in dict(fake.calls)
-    assert read_manifest(bundle)["engines"]["thor"]["version"] == "10.3.0"
+    assert read_manifest(bundle)["loop"]["engines"]["thor"]["version"] == "10.3.0"
     assert (bundle / "engines" / "thor.engine").stat().st_size == (bundle / "denoiser.onnx.data").stat().st_size
 
 
@@ -152,18 +154,19 @@ def test_the_entry_of_a_device_build_rests_on_the_inspector(bundle: Path, on_dev
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0
     manifest = read_manifest(bundle)
     jsonschema.validate(manifest, SCHEMA)
-    entry = manifest["engines"]["thor"]
+    entry, audit = manifest["loop"]["engines"]["thor"], manifest["audits"]["thor"]
     assert (entry["builder"], entry["version"], entry["sm"]) == ("tensorrt", VERSION, [110])
     held = {layer: "bfloat16" if name == "high" else name for layer, name in manifest["precision"]["layers"].items()}
-    assert entry["audit"] == {"method": "inspector", "layers": held, "fallbacks": {}}
+    assert audit.pop("device_bytes") > 0
+    assert audit == {"method": "inspector", "layers": held, "fallbacks": {}}
     with dlm_runtime.open(bundle, engine="none") as opened:
-        assert list(opened.manifest["engines"]) == ["thor"]
+        assert list(opened.manifest["loop"]["engines"]) == ["thor"]
 
 
 def test_thor_may_call_itself_10_1(bundle: Path, on_device: Callable[..., Any]) -> None:
     on_device(101)
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0
-    assert read_manifest(bundle)["engines"]["thor"]["sm"] == [101]
+    assert read_manifest(bundle)["loop"]["engines"]["thor"]["sm"] == [101]
 
 
 @pytest.mark.parametrize(("target", "sm", "says"), [("thor", 87, "11.0"), ("b200", 103, "10.0"), ("b200", 101, "10.0")])
@@ -184,7 +187,7 @@ def test_a_layer_that_the_inspector_shows_in_another_type_fails_the_audit(bundle
     refused(dlm_export("engine", bundle, "--target", "thor"), 3, says)
     assert contents(bundle) == before
     assert dlm_export("engine", bundle, "--target", "thor", "--allow-fallback").exit_code == 0
-    assert read_manifest(bundle)["engines"]["thor"]["audit"]["fallbacks"] == {
+    assert read_manifest(bundle)["audits"]["thor"]["fallbacks"] == {
         "blocks.4.mlp.up": {"asked": "nvfp4", "held": "BFloat16 and Half"}
     }
 
@@ -270,10 +273,9 @@ def test_a_device_without_the_export_extra_finishes_its_engine(bundle: Path, tmp
     command = [sys.executable, "-c", ON_DEVICE, *given, "engine", str(bundle), "--target", "thor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    entry = read_manifest(bundle)["engines"]["thor"]
-    assert entry["audit"]["layers"]["blocks.0.mlp.down"] == "nvfp4"
+    assert read_manifest(bundle)["audits"]["thor"]["layers"]["blocks.0.mlp.down"] == "nvfp4"
     with dlm_runtime.open(bundle, engine="none") as opened:
-        assert list(opened.manifest["engines"]) == ["thor"]
+        assert list(opened.manifest["loop"]["engines"]) == ["thor"]
 
 
 # ---- The fake itself ----

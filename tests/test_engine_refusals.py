@@ -123,7 +123,7 @@ def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path:
         "build", llada_checkpoint, "--target", "thor", "--precision", "fp16", "--plain-graph", "--no-verify", "-o", out
     )
     assert done.exit_code == 0, done.output
-    assert read_manifest(out)["graph"]["opset"] == PLAIN_OPSET
+    assert read_manifest(out)["opset"] == PLAIN_OPSET
 
 
 # ---- Memory ----
@@ -173,7 +173,7 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
     refused(dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out), 2, ["h100 has", *says])
     _nothing_left(out)
     before = contents(bundle)
-    monkeypatch.setattr(builders, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,)))
+    monkeypatch.setattr(bundled, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,)))
     result = dlm_export("engine", bundle, "--target", "thor")
     refused(result, 2, ["thor has", *says, "--canvas 300 fits"])
     assert contents(bundle) == before

@@ -71,9 +71,9 @@ def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(build: tuple[str, t
         asked = recipe.formats(layers)
         # The source is stored in bf16: so are the activations, and what stays in full precision.
         asked = {layer: "bfloat16" if name == "high" else name for layer, name in asked.items()}
-    assert sorted(manifest["engines"]) == sorted(names)
-    for entry in manifest["engines"].values():
-        assert entry["audit"] == {"method": "network", "layers": asked, "fallbacks": {}}
+    assert sorted(manifest["loop"]["engines"]) == sorted(manifest["audits"]) == sorted(names)
+    for audit in manifest["audits"].values():
+        assert (audit["method"], audit["layers"], audit["fallbacks"]) == ("network", asked, {})
 
 
 def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], Path]) -> None:
@@ -81,22 +81,22 @@ def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], 
     manifest = read_manifest(bundle)
     jsonschema.validate(manifest, SCHEMA)
     for name in names:
-        entry = manifest["engines"][name]
+        entry, device_bytes = manifest["loop"]["engines"][name], manifest["audits"][name]["device_bytes"]
         assert entry["file"] == f"engines/{name}.engine"
         assert (entry["builder"], entry["version"], entry["sm"]) == ("tensorrt_rtx", trt.__version__, [SM[name]])
         assert entry["profiles"] == {
             "prefill": {"tokens": [1, LONGEST // 2, LONGEST], "cached": [0, 0, 0], "rows": [1, BLOCK, BLOCK]},
             "block": {"tokens": [1, BLOCK, BLOCK], "cached": [0, LONGEST // 2, LONGEST], "rows": [1, BLOCK, BLOCK]},
         }
-        assert entry["device_bytes"] > (bundle / entry["file"]).stat().st_size - estimate.DEVICE_OVERHEAD_BYTES
+        assert device_bytes > (bundle / entry["file"]).stat().st_size - estimate.DEVICE_OVERHEAD_BYTES
 
 
 def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(build: tuple[str, tuple[str, ...], Path]) -> None:
     _, _, bundle = build
     manifest = read_manifest(bundle)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents(bundle).items()}
-    for entry in manifest["engines"].values():
-        assert entry["graph"] == {
+    for entry in manifest["loop"]["engines"].values():
+        assert entry["built_from"] == {
             "judged": hashes["denoiser.onnx"],
             "device": hashes["device.onnx"],
             "weights": hashes["denoiser.onnx.data"],
@@ -113,7 +113,7 @@ def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(build: tupl
 def test_the_native_reader_takes_a_bundle_with_engines(build: tuple[str, tuple[str, ...], Path]) -> None:
     _, names, bundle = build
     with dlm_runtime.open(bundle, engine="none") as opened:
-        assert set(opened.manifest["engines"]) == set(names)
+        assert set(opened.manifest["loop"]["engines"]) == set(names)
 
 
 def test_an_engine_takes_its_weights_and_little_more(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -180,7 +180,7 @@ def test_the_builder_gets_two_profiles_the_compute_capability_and_the_workspace(
         assert shapes(block, name) == [(1, 6, 0, 32), (1, 6, 48, 32), (1, 6, 96, 32)]
     for profile in seen.profiles:
         assert shapes(profile, "score_rows") == [(1, 1), (1, 16), (1, 16)]
-    said = read_manifest(fp16)["engines"]["gb10"]["profiles"]
+    said = read_manifest(fp16)["loop"]["engines"]["gb10"]["profiles"]
     assert said["prefill"]["tokens"] == [1, 48, 96]
     assert said["block"]["cached"] == [0, 48, 96]
 
@@ -204,14 +204,14 @@ def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
     assert set(after) == {*before, new}
     assert {name for name in before if after[name] != before[name]} == {"manifest.json"}
     assert changed["targets"] == ["rtx5090", "gb10"]
-    entry = changed["engines"].pop("gb10")
+    entry, audit = changed["loop"]["engines"].pop("gb10"), changed["audits"].pop("gb10")
     assert changed["files"].pop(new) == {"bytes": len(after[new]), "sha256": hashlib.sha256(after[new]).hexdigest()}
     assert changed | {"targets": ["rtx5090"]} == manifest
     printed = json.loads(result.stdout)["engines"]["gb10"]
-    assert {key: printed[key] for key in entry} == entry
+    assert printed | entry | {"audit": audit} == printed
     jsonschema.validate(read_manifest(fp16), SCHEMA)
     with dlm_runtime.open(fp16, engine="none") as opened:
-        assert set(opened.manifest["engines"]) == {"rtx5090", "gb10"}
+        assert set(opened.manifest["loop"]["engines"]) == {"rtx5090", "gb10"}
 
 
 def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--canvas", 64, "--force").exit_code == 0
     after = contents(fp16)
     assert {name for name in after if after[name] != before[name]} == {"manifest.json", "engines/rtx5090.engine"}
-    assert read_manifest(fp16)["engines"]["rtx5090"]["profiles"]["prefill"]["tokens"] == [1, 32, 64]
+    assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["profiles"]["prefill"]["tokens"] == [1, 32, 64]
 
 
 class Interrupting:
@@ -261,11 +261,11 @@ def _truncate(bundle: Path) -> None:
 
 def _edit(bundle: Path) -> None:
     manifest = read_manifest(bundle)
-    manifest["engines"]["rtx5090"]["audit"]["layers"]["head"] = "fp8"
+    manifest["loop"]["engines"]["rtx5090"]["profiles"]["block"]["rows"] = [1, 1, 1]
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(("damage", "says"), [(_truncate, "truncated"), (_edit, "engines.rtx5090 was edited")])
+@pytest.mark.parametrize(("damage", "says"), [(_truncate, "truncated"), (_edit, "loop.engines.rtx5090: was edited")])
 def test_run_refuses_an_engine_that_was_damaged_or_edited(fp16: Path, damage: Callable[[Path], None], says: str) -> None:
     damage(fp16)
     refused(dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4), 2, [says])
@@ -275,7 +275,7 @@ def test_run_refuses_an_engine_that_was_damaged_or_edited(fp16: Path, damage: Ca
 def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -> None:
     manifest, path = read_manifest(fp16), fp16 / "engines" / "rtx5090.engine"
     if damage == "edited":
-        manifest["engines"]["rtx5090"]["version"] = "1.7.1.117"
+        manifest["loop"]["engines"]["rtx5090"]["version"] = "1.7.1.117"
         (fp16 / "manifest.json").write_text(json.dumps(manifest))
     elif damage == "truncated":
         os.truncate(path, 1000)
@@ -285,7 +285,7 @@ def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -
     assert "engine" in dlm_export(*run).stderr
     assert dlm_export(*run, "--engine", "onnxruntime").exit_code == 0  # the graph is not the engine's
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--force").exit_code == 0
-    assert read_manifest(fp16)["engines"]["rtx5090"]["version"] == trt.__version__
+    assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["version"] == trt.__version__
     assert path.stat().st_size == read_manifest(fp16)["files"]["engines/rtx5090.engine"]["bytes"]
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--remove").exit_code == 0
     assert not path.exists()
@@ -304,7 +304,7 @@ def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(fp16:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(engine, "build_engine", fail)
+    monkeypatch.setattr(bundled, "build_engine", fail)
     refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["gb10.engine: cannot write (Read-only file system)"])
     assert contents(fp16) == before
 

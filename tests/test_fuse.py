@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from traces import trace_once
 
 from dlm_export import families, graph
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.graph import functions, fuse, trace
@@ -41,7 +41,8 @@ def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
             with pytest.MonkeyPatch.context() as patch:
                 if not is_fused:
                     patch.setattr(fuse, "fuse", lambda traced: None)
-                build(checkpoints[family], output, precision=precision, check_parity=False, options=SMALL)
+                options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
+                build(checkpoints[family], output, options)
             return output
 
         yield make
@@ -148,7 +149,8 @@ def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
 
 def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(llada_checkpoint: Path, tmp_path: Path) -> None:
     device = onnx.load(gpu_bundle("fp16", "rtx5090") / graph.DEVICE_FILE, load_external_data=False)
-    build(llada_checkpoint, tmp_path / "plain", plain_graph=True, target="rtx5090", precision="fp16", check_parity=False)
+    options = BuildOptions(("rtx5090",), "fp16", plain_graph=True, check_parity=False)
+    build(llada_checkpoint, tmp_path / "plain", options)
     plain = onnx.load(tmp_path / "plain" / graph.GRAPH_FILE, load_external_data=False)
     for model in (device, plain):
         assert not model.functions

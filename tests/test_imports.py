@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
+# From the ground up: what a room or a module of the root imports stands in its own line or above it.
+ROOMS = (
+    {"bundle", "memory", "progress", "targets"},
+    {"network"},
+    {"checkpoints"},
+    {"graph"},
+    {"tensorrt"},
+    {"families"},
+    {"sources"},
+    {"quantising"},
+    {"judging"},
+    {"planning"},
+    {"building"},
+    {"build"},
+    {"cli"},
+)
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "safetensors", "ml_dtypes")
 BLOCKED = f"""
 import sys
@@ -50,3 +72,56 @@ def test_a_command_that_needs_the_export_extra_says_so(llada_checkpoint: Path, t
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("this command needs the export extra: pip install 'dlm-export[export]'")
     assert not (tmp_path / "bundle").exists()
+
+
+def _rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and room of every import of the exporter's own, inside functions too; not of those for types alone."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node not in for_types:
+            assert node.level == 0, f"{path}:{node.lineno}: imports are written with the room's name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import) and node not in for_types:
+            names = [alias.name for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "dlm_export":
+                yield node.lineno, rest.partition(".")[0]
+
+
+def test_rooms_of_the_exporter_import_one_way() -> None:
+    rank = {name: place for place, names in enumerate(ROOMS) for name in names}
+    files = [path for path in EXPORTER.rglob("*.py") if path != EXPORTER / "__init__.py"]
+    room_of = {path: path.relative_to(EXPORTER).parts[0].removesuffix(".py") for path in files}
+    assert {*room_of.values()} == rank.keys(), "every room has its place in ROOMS"
+    backwards = [
+        f"{path.relative_to(EXPORTER)}:{line}: {room_of[path]} imports {room}"
+        for path in files
+        for line, room in _rooms_imported(path)
+        if rank[room] > rank[room_of[path]]
+    ]
+    assert not backwards
+
+
+def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
+    for path in EXPORTER.glob("*/__init__.py"):
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+        assert re.search(r"\bin[,;] .*\bout\b", first, re.DOTALL), f"{path}: begin with what comes in and what goes out"
+
+
+LIGHT = ["dlm_export.graph", "dlm_export.planning.plan", "dlm_export.planning.bench", "dlm_export.cli.app"]
+LIGHT += [f"dlm_export.tensorrt.{path.stem}" for path in sorted((EXPORTER / "tensorrt").glob("[!_]*.py"))]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_a_board_needs_imports_neither_torch_nor_onnx(module: str) -> None:
+    done = _python("-c", f"import sys, {module}; print(*sorted({{*{HEAVY!r}}} & {{*sys.modules}}))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

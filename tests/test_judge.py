@@ -22,6 +22,7 @@ from dlm_export.judging import judge as judging
 from dlm_export.judging.judge import Budgets, Judgement, judge
 from dlm_export.judging.predictors import BundlePredictor, JudgeError, TorchPredictor
 from dlm_export.judging.threshold import refit_steps, refit_threshold
+from dlm_export.network.reference import Canvas, fill, start_canvas
 from dlm_runtime import PRESETS, Policy, RequestError
 
 VOCAB, MASK, EOS = 20, 18, 19
@@ -63,10 +64,9 @@ class Scripted:
         written, nfe = self._write(tokens, max_new_tokens, policy)
         return [*tokens, *written], nfe
 
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
-        start = [*tokens, *[MASK] * max_new_tokens]
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         finished, nfe = self.generate(tokens, max_new_tokens, policy)
-        return [np.array(start)] * nfe + [np.array(finished)]
+        return [start_canvas(tokens, max_new_tokens, MASK)] * nfe + [Canvas(np.array(finished), np.zeros(len(finished), bool))]
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -196,12 +196,12 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
 def _walk(predictor: TorchPredictor, policy: Policy, new: int = 24) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
     """Each pass's predicted next canvas, the loop's own next one, and the state."""
     canvases = predictor.states(_prompt(predictor), new, policy)
-    states = judging.frontier_states(canvases[:-1], policy, predictor.mask_token_id, predictor.shift)
+    states = judging.frontier_states(canvases[:-1], policy, predictor.shift)
     for state, after in zip(states, canvases[1:], strict=True):
         commitment = judging.predict_commitment(predictor, state, policy)
         expected = state.canvas.copy()
-        expected[state.positions[commitment.is_chosen]] = commitment.guess[commitment.is_chosen]
-        yield expected, after, state
+        expected[state.turn.positions[commitment.is_chosen]] = commitment.guess[commitment.is_chosen]
+        yield expected, after.tokens, state
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -224,9 +224,7 @@ def test_a_cached_loops_full_passes_commit_the_same(
 ) -> None:
     policy = Policy(commit="threshold", threshold=threshold, block_length=8, cache="dual", stop="none")
     first_of_block = [
-        (expected, after)
-        for expected, after, state in _walk(predictors[family], policy)
-        if (state.positions == state.positions[0] + np.arange(8)[: len(state.positions)]).all() and len(state.positions) == 8
+        (expected, after) for expected, after, state in _walk(predictors[family], policy) if len(state.turn.positions) == 8
     ]
     assert len(first_of_block) == 3
     for expected, after in first_of_block:
@@ -237,10 +235,37 @@ def test_the_mask_token_is_never_what_would_be_committed() -> None:
     def logits(canvas: np.ndarray) -> np.ndarray:
         return np.tile(np.where(np.arange(VOCAB) == MASK, 9, np.arange(VOCAB) % 7 - 9).astype(np.float32), (len(canvas), 1))
 
-    (state,) = judging.frontier_states([np.array([1, 2, MASK, MASK])], POLICY, MASK, 0)
+    (state,) = judging.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, 0)
     commitment = judging.predict_commitment(Scripted(logits), state, POLICY)
     assert commitment.guess.tolist() == [6, 6]
     assert commitment.is_chosen.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
+    predictors: dict[str, TorchPredictor], family: str, cache: str
+) -> None:
+    predictor = predictors[family]
+    # Noise where tokens are wanted, and mask tokens where they are not: inside a block, and as a whole block of their own.
+    start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
+    mask = [3, 11, *range(17, 21)]
+    start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False
+    policy = Policy(block_length=4, cache=cache, stop="none")
+    seen = [start]
+    done = fill(predictor.denoiser, start, policy, on_step=seen.append)
+    assert done.nfe == int(start.undecided.sum()) == 10
+    assert [i for i, token in enumerate(done.tokens) if token == predictor.mask_token_id] == mask
+    states = list(judging.frontier_states(seen[:-1], policy, predictor.shift))
+    assert [len(state.turn.positions) for state in states] == [3, 2, 1, 4, 3, 2, 1, 3, 2, 1]
+    for state, after in zip(states, seen[1:], strict=True):
+        committed = np.flatnonzero(state.canvas != after.tokens)
+        assert set(committed) <= set(state.turn.positions) - {*mask}
+        if cache == "none":
+            commitment = judging.predict_commitment(predictor, state, policy)
+            chosen = state.turn.positions[commitment.is_chosen]
+            assert after.tokens[chosen].tolist() == commitment.guess[commitment.is_chosen].tolist()
+    assert states[0].mask_ratio == 10 / 15
 
 
 @pytest.mark.parametrize("stop", ["none", "eos"])
@@ -255,11 +280,14 @@ def test_states_are_the_canvas_of_every_pass_and_the_finished_one(predictors: di
     states = predictor.states(prompt, 12, policy)
     assert nfe == (4 if stop == "eos" else 12)
     assert len(states) == nfe + 1
-    assert states[0].tolist() == [*prompt, *[predictor.mask_token_id] * 12]
-    assert states[-1].tolist() == tokens
-    assert all((canvas == predictor.mask_token_id).any() for canvas in states[:-1])
-    counts = [(canvas == predictor.mask_token_id).sum() for canvas in states]
-    assert counts == sorted(counts, reverse=True)
+    assert states[0].tokens.tolist() == [*prompt, *[predictor.mask_token_id] * 12]
+    assert states[-1].tokens.tolist() == tokens
+    for canvas in states:
+        np.testing.assert_array_equal(canvas.tokens == predictor.mask_token_id, canvas.undecided)
+    counts = [canvas.undecided.sum() for canvas in states]
+    assert counts[:-1] == sorted(counts[:-1], reverse=True)
+    assert counts[-2] > 0
+    assert counts[-1] == 0
 
 
 # --- The judgement ---

@@ -24,6 +24,7 @@ from onnx.reference import ReferenceEvaluator
 from test_native import REPOSITORY, SOURCE, run, sanitized, sanitized_example, succeed, tool  # noqa: F401
 
 import dlm_runtime
+from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle import finish
 from dlm_export.graph import functions
@@ -45,7 +46,7 @@ def int8_bundles(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factor
     built = {}
     for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
         built[family] = tmp_path_factory.mktemp("int8") / family
-        build_bundle(checkpoint, built[family], precision="int8", check_parity=False, options=SMALL)
+        build_bundle(checkpoint, built[family], BuildOptions(precision="int8", check_parity=False, quantise=SMALL))
     return built
 
 
@@ -80,10 +81,12 @@ def _evaluator(bundle: Path) -> ReferenceEvaluator:
 
 def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.ndarray]:
     """One full pass of the graph."""
-    denoiser = read_manifest(bundle)["denoiser"]
-    cache = np.zeros((1, denoiser["kv_heads"], 0, denoiser["head_size"]), np.float32)
+    layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
     feeds = {"input_ids": np.array([tokens]), "position_ids": np.arange(len(tokens))[None], "score_rows": np.array([rows])}
-    return feeds | {f"past_{kind}.{i}": cache for i in range(denoiser["layers"]) for kind in ("key", "value")}
+    for layer in layers:
+        cache = np.zeros((1, layer["kv_heads"], 0, layer["head_size"]), np.float32)
+        feeds |= {layer["past_key"]: cache, layer["past_value"]: cache}
+    return feeds
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:

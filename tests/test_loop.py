@@ -393,8 +393,7 @@ def test_a_step_callback_can_cancel() -> None:
         seen.append(step.contents.nfe)
         return len(seen) == 3
 
-    options = _native.GenerateOptions()
-    _native.library().dlm_generate_options_init(C.byref(options))
+    options = _native.initialised(_native.GenerateOptions)
     options.max_new_tokens, options.on_step = 8, _native.StepFn(on_step)
     buffer, length = (C.c_int32 * 9)(1), C.c_size_t()
     with denoiser.bundle._session() as session:

@@ -33,6 +33,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_denoiser": _native.Denoiser,
     "dlm_pass": _native.Pass,
     "dlm_policy": _native.Policy,
+    "dlm_policy_field": _native.PolicyField,
     "dlm_open_options": _native.OpenOptions,
     "dlm_request": _native.Request,
     "dlm_step": _native.Step,
@@ -233,6 +234,8 @@ def test_ctypes_table_covers_every_function_of_the_header() -> None:
         "dlm_status": ctypes.c_int32,
         "uint32_t": ctypes.c_uint32,
         "const char *": ctypes.c_char_p,
+        "const dlm_policy_field *": ctypes.POINTER(_native.PolicyField),
+        "const uint8_t *": ctypes.POINTER(ctypes.c_uint8),
         "void": None,
     }
     for name, (result, count) in functions.items():

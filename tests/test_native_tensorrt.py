@@ -20,8 +20,12 @@ import pytest
 from test_native import TENSORRT_HEADERS, run, sanitized, tool  # noqa: F401
 
 VERSION = "10.14.1.48"
-LAYERS, HEADS, HEAD_SIZE, VOCABULARY, MASK, TOP_K = 2, 3, 4, 50, 49, 2
+VOCABULARY, MASK, TOP_K = 50, 49, 2
+LAYERS = ((3, 4), (3, 4))  # key and value heads and the size of one, by layer
+MIXED = ((3, 4), (1, 16), (3, 4), (2, 2))
 CANVAS, BLOCK = 64, 32
+PORTS = ("input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits")
+LAYER_PORTS = ("past_key", "past_value", "present_key", "present_value")
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # nvinfer1::DataType
 
 pytestmark = pytest.mark.skipif(
@@ -38,9 +42,12 @@ def profiles(block: int = BLOCK, canvas: int = CANVAS) -> dict[str, dict[str, li
     }
 
 
-def plan(sizes: dict[str, dict[str, list[int]]], cache: str = "float16", *more: str) -> str:
+def plan(
+    sizes: dict[str, dict[str, list[int]]], cache: str = "float16", *more: str, layers: tuple[tuple[int, int], ...] = LAYERS
+) -> str:
     """An engine file of the mock's."""
-    lines = ["mock-engine", f"denoiser {LAYERS} {HEADS} {HEAD_SIZE} {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
+    lines = ["mock-engine", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
+    lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     for profile in sizes.values():
         lines.append("profile " + " ".join(str(n) for name in ("tokens", "cached", "rows") for n in profile[name]))
     return "\n".join([*lines, *more]) + "\n"
@@ -51,29 +58,35 @@ def _sha(content: bytes) -> str:
 
 
 def write_bundle(
-    folder: Path, engines: dict[str, dict[str, Any]] | None = None, cache: str = "float16", shift: int = 0
+    folder: Path,
+    engines: dict[str, dict[str, Any]] | None = None,
+    cache: str = "float16",
+    shift: int = 0,
+    layers: tuple[tuple[int, int], ...] = LAYERS,
+    names: Callable[[str], str] = str,
 ) -> Path:
-    """A bundle whose graph is never opened. ``engines``: by target, what differs from a good entry; "plan" is the file."""
+    """A bundle whose graph is never opened, with what the native reader needs and nothing else.
+
+    ``engines``: by target, what differs from a good entry; "plan" is the file. ``names``: what a port is called.
+    """
     folder.mkdir(exist_ok=True)
     contents = {"denoiser.onnx": b"judged", "denoiser.device.onnx": b"device", "denoiser.onnx.data": b"weights"}
     entries = {}
     for target, changes in ({"rtx5090": {}} if engines is None else engines).items():
         sizes = changes.get("profiles", profiles())
         name = f"engines/{target}.engine"
-        contents[name] = changes.get("plan", plan(sizes, cache)).encode()
+        contents[name] = changes.get("plan", plan(sizes, cache, layers=layers)).encode()
         entry = {
             "file": name,
             "builder": "tensorrt",
             "version": VERSION,
             "sm": [120],
-            "graph": {
+            "built_from": {
                 "judged": _sha(contents["denoiser.onnx"]),
                 "device": _sha(contents["denoiser.device.onnx"]),
                 "weights": _sha(contents["denoiser.onnx.data"]),
             },
             "profiles": sizes,
-            "audit": {"method": "inspector", "layers": {}, "fallbacks": {}},
-            "device_bytes": 1 << 20,
         }
         entry |= {key: value for key, value in changes.items() if key != "plan"}
         seal = json.dumps(entry, sort_keys=True, separators=(",", ":")).encode()
@@ -81,25 +94,16 @@ def write_bundle(
     (folder / "engines").mkdir(exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    denoiser = {"vocab_size": VOCABULARY, "layers": LAYERS, "kv_heads": HEADS, "heads": HEADS, "head_size": HEAD_SIZE}
-    denoiser |= {"hidden_size": 12, "mlp_size": 24, "parameters": 1000, "max_canvas_length": 256, "shift": shift}
-    denoiser |= {"rope_theta": 1e4, "norm_eps": 1e-5, "qkv_bias": False, "tied_head": False}
-    graph = {"file": "denoiser.onnx", "device_file": "denoiser.device.onnx", "opset": 23, "top_k": TOP_K}
-    manifest = {
-        "schema_version": 1,
-        "producer": {"name": "test", "version": "0"},
-        "family": "llada",
-        "architecture": "LLaDAModelLM",
-        "denoiser": denoiser | {"attention": "full", "noise": "absorbing"},
-        "tokens": {"mask": MASK, "eos": [], "pad": None},
-        "graph": graph | {"cache_dtype": cache, "inputs": [], "outputs": []},
-        "precision": {"name": "fp16", "simulated": False},
-        "targets": list(entries) or ["cpu"],
-        "presets": {"llada": {}},
-        "default_preset": "llada",
-        "engines": entries,
-        "files": {name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()},
-    }
+    ports: dict[str, Any] = {name: names(name) for name in PORTS}
+    ports["layers"] = [
+        {"kv_heads": kv_heads, "head_size": head_size, **{kind: names(f"{kind}.{i}") for kind in LAYER_PORTS}}
+        for i, (kv_heads, head_size) in enumerate(layers)
+    ]
+    graph = {"file": "denoiser.onnx", "device_file": "denoiser.device.onnx", "simulated": False, "top_k": TOP_K}
+    loop = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": [], "max_canvas_length": 256, "shift": shift}
+    loop |= {"graph": graph | {"cache_dtype": cache, "ports": ports}, "presets": {"llada": {}}, "default_preset": "llada"}
+    files = {name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()}
+    manifest = {"schema_version": 2, "loop": loop | {"engines": entries}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -197,6 +201,28 @@ def test_canvases_are_the_same_for_every_cache_type_and_shift(
     assert drive(bundle, cache="dual", rounds=2).all_same()
 
 
+@pytest.mark.parametrize(
+    "options", [{"cache": "none"}, {"cache": "prefix"}, {"cache": "dual"}, {"cache": "dual", "refresh": 9, "infill": 1}]
+)
+def test_layers_of_other_heads_and_sizes_each_keep_their_own(tmp_path: Path, drive: Drive, options: dict[str, Any]) -> None:
+    bundle = write_bundle(tmp_path / "bundle", layers=MIXED)
+    layers = ",".join(f"{kv_heads}x{head_size}" for kv_heads, head_size in MIXED)
+    told = drive(bundle, layers=layers, rounds=3, **options)
+    assert told.opened[0] == "OK"
+    assert told.all_same(), told.rounds
+
+
+def test_ports_are_found_by_the_names_that_the_manifest_gives_them(tmp_path: Path, drive: Drive) -> None:
+    # Each is called what another one would be: position or habit would take the wrong one.
+    everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
+    called = dict(zip(everything, reversed(everything), strict=True))
+    lines = [f"rename {name} {name}!" for name in called] + [f"rename {name}! {other}" for name, other in called.items()]
+    file = plan(profiles(), "float16", *lines)
+    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": file}}, names=called.__getitem__)
+    for cache in ("none", "dual"):
+        assert drive(bundle, cache=cache, rounds=3).all_same()
+
+
 def test_sessions_in_threads_get_what_one_gets(bundle: Path, drive: Drive) -> None:
     told = drive(bundle, cache="dual", threads=4, rounds=3)
     assert len(told.rounds) == 12
@@ -230,12 +256,13 @@ def test_everything_is_allocated_when_the_session_opens(bundle: Path, drive: Dri
 def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(bundle: Path, drive: Drive) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
     # Three blocks; the last one has no rows behind it.
-    assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * LAYERS
-    assert told.counts[0]["cache_bytes"] == 2 * LAYERS * HEADS * HEAD_SIZE * 2 * (29 + 21)
+    assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
+    row_bytes = 2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)  # keys and values in float16
+    assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
     # A refresh: past goes aside and comes back without some rows, and with those of the pass in between.
     told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
     first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
-    assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * LAYERS
+    assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * len(LAYERS)
     assert drive(bundle, cache="none").counts[0].get("cuMemcpy2DAsync", 0) == 0
 
 
@@ -332,14 +359,6 @@ def test_an_error_that_stopped_nothing_is_not_the_reason_of_a_later_failure(tmp_
     bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "chatty")}})
     told = drive(bundle, {"MOCK_CUDA_FAIL": "createExecutionContext:3"}, rounds=2)
     assert told.rounds == [("ENGINE_FAILED", "TensorRT: createExecutionContext failed"), ("OK", "same")]
-
-
-def test_an_engine_without_entropy_refuses_policies_that_ask_for_it(tmp_path: Path, drive: Drive) -> None:
-    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "without entropy")}})
-    assert drive(bundle, cache="dual").all_same()
-    ((status, message),) = drive(bundle, score="entropy").rounds
-    assert status == "UNSUPPORTED"
-    assert 'no output "entropy"' in message
 
 
 # ---- Requests that do not fit ----
@@ -497,6 +516,8 @@ def test_an_engine_that_tensorrt_cannot_load_is_named_with_the_command_that_buil
     [
         ("without past_value.1", 'the input "past_value.1" is missing'),
         ("without logits", 'the output "logits" is missing'),
+        ("without entropy", 'the output "entropy" is missing'),
+        ("rename past_key.1 key", 'the input "key" is not known to this runtime'),
         ("extra confidence", 'the output "confidence" is not known to this runtime'),
         ("type top_prob 1", 'the output "top_prob" is float16 [any, any, 2], but the manifest makes it float'),
         ("type past_key.0 0", 'the input "past_key.0" is float [any, 3, any, 4], but the manifest makes it float16'),
@@ -536,13 +557,13 @@ def test_an_engine_of_an_edited_entry_or_another_graph_is_refused_before_the_dri
 ) -> None:
     missing = {"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"}
     manifest = json.loads((bundle / "manifest.json").read_text())
-    manifest["engines"]["rtx5090"]["sm"] = [89, 120]
+    manifest["loop"]["engines"]["rtx5090"]["sm"] = [89, 120]
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     status, message = opening(drive, bundle, missing)
     assert status == "BAD_BUNDLE"
-    assert "engines.rtx5090 was edited after it was written" in message
+    assert "loop.engines.rtx5090: was edited after it was written" in message
     graph = {"judged": "0" * 64, "device": _sha(b"device"), "weights": _sha(b"weights")}
-    write_bundle(bundle, {"rtx5090": {"graph": graph}})
+    write_bundle(bundle, {"rtx5090": {"built_from": graph}})
     status, message = opening(drive, bundle, missing)
     assert status == "BAD_BUNDLE"
     assert "was built from another graph than this bundle's denoiser.onnx" in message

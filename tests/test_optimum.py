@@ -19,7 +19,7 @@ from typing import Any
 import click
 import pytest
 
-from dlm_export.cli import build
+from dlm_export.cli.building import build
 
 ROOT = Path(__file__).parent.parent
 REGISTER = Path("optimum", "commands", "register", "register_dlm_export.py")

@@ -17,7 +17,7 @@ from denoisers import load, under_native_loop
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
 from dlm_export import graph
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, build
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_runtime import PRESETS, Bundle
@@ -189,7 +189,7 @@ def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None
 
 
 def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path) -> None:
-    report = build(llada_checkpoint, tmp_path / "bundle", precision="fp16")
+    report = build(llada_checkpoint, tmp_path / "bundle", BuildOptions(precision="fp16"))
     assert report.parity is not None
     # 11-bit significands: a unit in the last place is 5e-4 of a value, and a few layers add theirs up.
     assert 0 < max(row.relative for row in report.parity.graph) < 5e-3

@@ -422,7 +422,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_si
         assert tensors[f"{LAYER}.input_scale"].numpy() == stored.input_scale
     with dlm_runtime.open(out, threads=1) as bundle:
         assert bundle.manifest["precision"]["name"] == "stored"
-        assert bundle.manifest["precision"]["simulated"] is is_simulated
+        assert bundle.manifest["loop"]["graph"]["simulated"] is is_simulated
         ids = list(range(20))
         ours = bundle.logits(ids)
     theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(torch.tensor([ids]))[0].numpy()

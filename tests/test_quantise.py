@@ -19,7 +19,7 @@ from dlm_calibration.formats import QuantisedWeight, pack_nibbles
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe, RecipeError
 from dlm_calibration.states import State
 from dlm_export import families, graph
-from dlm_export.build import part_of
+from dlm_export.building.writing import part_of
 from dlm_export.graph import quantise, trace, write
 from dlm_export.quantising import calibrate
 from dlm_export.sources import Source, open_source

@@ -57,13 +57,13 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
     manifest = json.loads((folder / "manifest.json").read_text())
     jsonschema.validate(manifest, SCHEMA)
     precision = manifest["precision"]
-    assert (precision["name"], precision["simulated"]) == ("int8-static", False)
+    assert (precision["name"], manifest["loop"]["graph"]["simulated"]) == ("int8-static", False)
     assert precision["layers"]["blocks.1.mlp.down"] == "int8-static"
     assert precision["layers"]["head"] == "high"
     assert precision["calibration"]["states"] == 24
     assert len(precision["calibration"]["states_sha256"]) == 64
     assert (
-        manifest["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
+        manifest["loop"]["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
         or not (precision["threshold"]["reached"])
     )
     accuracy = json.loads((folder / "accuracy.json").read_text())
@@ -150,7 +150,7 @@ def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, 
     assert result.exit_code == 0, result.output
     assert "Simulated" in result.stdout
     with dlm_runtime.open(out, threads=1) as bundle:
-        assert bundle.manifest["precision"]["simulated"] is True
+        assert bundle.manifest["loop"]["graph"]["simulated"] is True
 
 
 @pytest.mark.parametrize(

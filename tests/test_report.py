@@ -142,7 +142,7 @@ def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None
 
 def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     manifest, accuracy = made_up_manifest(), made_up_accuracy()
-    manifest["architecture"] = manifest["targets"][0] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
+    manifest["network"]["architecture"] = manifest["targets"][0] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
     manifest["precision"]["layers"][f"blocks.3.{HOSTILE}"] = HOSTILE
     manifest["precision"]["high_precision"].append(HOSTILE)
     judgement, calibration = accuracy["judgement"], accuracy["calibration"]
@@ -341,8 +341,8 @@ def test_engines_and_what_they_hold_otherwise_are_shown(tmp_path: Path) -> None:
     manifest = made_up_manifest()
     layers = {"blocks.0.mlp.up": "float16", "head": "float16"}
     fallbacks = {"blocks.0.mlp.up": {"asked": "fp8", "held": "float16"}}
-    audit = {"layers": layers, "fallbacks": fallbacks}
-    manifest["engines"] = {"h100": {"builder": "tensorrt", "version": "10.14.1", "audit": audit}}
+    manifest["audits"] = {"h100": {"layers": layers, "fallbacks": fallbacks}}
+    manifest["loop"]["engines"] = {"h100": {"builder": "tensorrt", "version": "10.14.1"}}
     page = rendered(tmp_path, manifest)
     assert "tensorrt 10.14.1" in page
     assert "<code>blocks.0.mlp.up</code> is float16, fp8 was asked for" in page

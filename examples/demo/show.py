@@ -21,8 +21,8 @@ COMMANDS = (
 def main(folder: Path) -> None:
     """Open the bundle, run the commands, print calls, passes and times."""
     with dlm_runtime.open(folder) as bundle:
-        parameters = bundle.manifest["denoiser"]["parameters"]
-        print(f"{folder}: {bundle.manifest['family']}, {parameters:,} parameters, {bundle.engine}\n")
+        parameters = bundle.manifest["network"]["parameters"]
+        print(f"{folder}: {bundle.manifest['network']['family']}, {parameters:,} parameters, {bundle.engine}\n")
         times = []
         for command in COMMANDS:
             out = bundle.generate(prompt=command, max_new_tokens=64, preset="fast-dllm")

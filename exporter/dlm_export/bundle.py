@@ -1,6 +1,6 @@
-"""Writing a bundle: manifest.json (schema version 1), its files with sizes and hashes, and the atomic move into place.
+"""A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes, the atomic move into place.
 
-The native runtime is the only reader. The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
+The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -15,94 +15,69 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dlm_runtime.errors import DlmError
+import dlm_runtime
+from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.errors import BundleError, DlmError
+from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
-if TYPE_CHECKING:
-    from dlm_export.network.spec import NetworkSpec
-
-SCHEMA_VERSION = 1
-MANIFEST_FILE = "manifest.json"
+SCHEMA_VERSION = 2
+LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
+"""What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
 
 
 class OutputError(DlmError):
     """The bundle cannot be written where it was asked for."""
 
 
+def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
+    """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size only. Raises BundleError."""
+    with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
+        manifest = opened.manifest
+    check_manifest(manifest, folder)
+    return manifest
+
+
 def make_manifest(
     network: NetworkSpec,
     *,
+    graph: dict[str, Any],
+    opset: int,
     precision: dict[str, Any],
     targets: list[str],
-    graph: dict[str, Any],
     presets: dict[str, Policy],
     default_preset: str,
     tokenizer: str | None,
     chat_template: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The manifest without its ``files``, which ``finish`` adds."""
-    c = network
+    """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s."""
+    described = network.as_dict()
     return {
         "schema_version": SCHEMA_VERSION,
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
-        "family": c.family,
-        "architecture": c.architecture,
-        "denoiser": _denoiser(c),
-        "tokens": {"mask": c.mask_token_id, "eos": list(c.eos_token_ids), "pad": c.pad_token_id},
-        "graph": graph,
+        "loop": {
+            **{name: described.pop(name) for name in LOOP_FIELDS},
+            "graph": graph,
+            "presets": {name: policy.as_dict() for name, policy in presets.items()},
+            "default_preset": default_preset,
+        },
+        "network": described,
+        "opset": opset,
         "precision": precision,
         "targets": targets,
-        "presets": {name: policy.as_dict() for name, policy in presets.items()},
-        "default_preset": default_preset,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
     }
 
 
-def _denoiser(c: NetworkSpec) -> dict[str, Any]:  # MERGE: schema 1
-    a = c.layers[0].attention
-    return {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "layers": len(c.layers),
-        "heads": a.heads,
-        "kv_heads": a.kv_heads,
-        "head_size": a.head_size,
-        "mlp_size": c.layers[0].mlp.size,
-        "parameters": c.parameter_count(),
-        "max_canvas_length": c.max_canvas_length,
-        "attention": "full",
-        "noise": c.noise,
-        "shift": c.shift,
-        "rope_theta": a.rope.theta,
-        "norm_eps": c.norm_eps,
-        "qkv_bias": a.qkv_bias,
-        "tied_head": c.tied_head,
-    }
-
-
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """The description that a bundle's manifest keeps."""
-    from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
-
-    d, tokens = manifest["denoiser"], manifest["tokens"]
-    a = AttentionSpec(d["heads"], d["kv_heads"], d["head_size"], Rope(d["rope_theta"]), qkv_bias=d["qkv_bias"])
-    return NetworkSpec(
-        manifest["family"],
-        manifest["architecture"],
-        d["vocab_size"],
-        d["hidden_size"],
-        (LayerSpec(a, MlpSpec(d["mlp_size"]), d["norm_eps"]),) * d["layers"],
-        d["norm_eps"],
-        d["tied_head"],
-        d["max_canvas_length"],
-        d["shift"],
-        tokens["mask"],
-        tuple(tokens["eos"]),
-        tokens["pad"],
-    )
+    """The description that a checked manifest keeps. Raises BundleError for sizes that do not go together."""
+    try:
+        return NetworkSpec.from_dict(manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS})
+    except ValueError as err:
+        raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err
 
 
 def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -185,7 +160,9 @@ def _is_bundle(folder: Path) -> bool:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(manifest, dict) and {"schema_version", "denoiser", "files"} <= manifest.keys()
+    if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
+        return False
+    return "loop" in manifest or "denoiser" in manifest  # of schema 1: it is what --force builds again
 
 
 def _move(staging: Path, output: Path) -> None:

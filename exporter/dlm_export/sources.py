@@ -12,12 +12,13 @@ import onnx_ir as ir
 
 import dlm_runtime
 from dlm_export import families, graph
-from dlm_export.bundle import MANIFEST_FILE, network_of
+from dlm_export.bundle import network_of
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
 from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
 from dlm_runtime.policy import PRESETS, Policy
 
 
@@ -95,7 +96,8 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     # Opening it checks the manifest, sizes and hashes: what is read below is what was written.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
-        presets = {name: bundle.policy(name) for name in manifest["presets"]}
+        presets = {name: bundle.policy(name) for name in manifest["loop"]["presets"]}
+    check_manifest(manifest, path)
     precision = manifest["precision"]["name"]
     if precision not in graph.PRECISIONS:
         raise CheckpointError(
@@ -105,12 +107,11 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     if overrides != Overrides():
         raise CheckpointError(f"{path}: a bundle's mask token and canvas stay as they were built; start from the checkpoint")
     network = network_of(manifest)
-    chat = manifest.get("chat_template")
-    name = manifest.get("tokenizer")
+    files = text_files(manifest, path)
     text = TokenizerFiles(
-        None if name is None else (path / name).read_text(encoding="utf-8"),
-        None if chat is None else (path / chat["file"]).read_text(encoding="utf-8"),
-        {} if chat is None else chat["special_tokens"],
+        None if files.tokenizer is None else files.tokenizer.read_text(encoding="utf-8"),
+        None if files.template is None else files.template.read_text(encoding="utf-8"),
+        files.special_tokens,
     )
     parameters = BundleParameters(path, network)
-    return Source(path, network, parameters, text, presets, manifest["default_preset"], precision)
+    return Source(path, network, parameters, text, presets, manifest["loop"]["default_preset"], precision)

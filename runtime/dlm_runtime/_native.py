@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes as C
+import dataclasses
 import functools
 import importlib.util
 import os
 from pathlib import Path
+from typing import TypeVar
 
+from dlm_runtime import policy
 from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
 
 ABI_VERSION = 3
@@ -54,26 +57,31 @@ class Pass(C.Structure):
     ]
 
 
+# By the annotation of a field of dlm_runtime.policy.Policy, whose fields are those of the struct.
+POLICY_TYPES: dict[str, type[C.c_char_p | C.c_int32 | C.c_double | C.c_uint64]] = {
+    "str": C.c_char_p,
+    "int": C.c_int32,
+    "float": C.c_double,
+    "UInt64": C.c_uint64,
+}
+
+
 class Policy(C.Structure):
     _fields_ = [
         ("struct_size", C.c_size_t),
-        ("select", C.c_char_p),
-        ("score", C.c_char_p),
-        ("commit", C.c_char_p),
-        ("compare", C.c_char_p),
-        ("schedule", C.c_char_p),
-        ("remask", C.c_char_p),
-        ("cache", C.c_char_p),
-        ("stop", C.c_char_p),
-        ("block_length", C.c_int32),
-        ("steps_per_block", C.c_int32),
-        ("refresh", C.c_int32),
-        ("threshold", C.c_double),
-        ("factor", C.c_double),
-        ("entropy_bound", C.c_double),
-        ("timestep_eps", C.c_double),
-        ("temperature", C.c_double),
-        ("seed", C.c_uint64),
+        *((field.name, POLICY_TYPES[str(field.type)]) for field in dataclasses.fields(policy.Policy)),
+    ]
+
+
+class PolicyField(C.Structure):
+    _fields_ = [
+        ("name", C.c_char_p),
+        ("kind", C.c_int32),
+        ("offset", C.c_size_t),
+        ("choices", C.POINTER(C.c_char_p)),
+        ("initial", C.c_double),
+        ("lowest", C.c_double),
+        ("highest", C.c_double),
     ]
 
 
@@ -145,13 +153,19 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_version": (C.c_char_p, []),
     "dlm_status_name": (C.c_char_p, [C.c_int32]),
     "dlm_denoiser_init": (None, [C.POINTER(Denoiser)]),
+    "dlm_denoiser_init_sized": (None, [C.POINTER(Denoiser), C.c_size_t]),
     "dlm_policy_init": (None, [C.POINTER(Policy)]),
+    "dlm_policy_init_sized": (None, [C.POINTER(Policy), C.c_size_t]),
+    "dlm_policy_field_at": (C.POINTER(PolicyField), [C.c_size_t]),
     "dlm_open_options_init": (None, [C.POINTER(OpenOptions)]),
+    "dlm_open_options_init_sized": (None, [C.POINTER(OpenOptions), C.c_size_t]),
     "dlm_generate_options_init": (None, [C.POINTER(GenerateOptions)]),
+    "dlm_generate_options_init_sized": (None, [C.POINTER(GenerateOptions), C.c_size_t]),
     "dlm_bundle_open": (C.c_int32, [C.c_char_p, C.POINTER(OpenOptions), *_message, _out]),
     "dlm_bundle_from_callback": (C.c_int32, [C.POINTER(Denoiser), PassFn, C.c_void_p, *_message, _out]),
     "dlm_bundle_destroy": (None, [C.c_void_p]),
     "dlm_bundle_denoiser": (None, [C.c_void_p, C.POINTER(Denoiser)]),
+    "dlm_bundle_denoiser_sized": (None, [C.c_void_p, C.POINTER(Denoiser), C.c_size_t]),
     "dlm_bundle_manifest": (C.c_char_p, [C.c_void_p]),
     "dlm_bundle_engine": (C.c_char_p, [C.c_void_p]),
     "dlm_bundle_preset": (C.c_int32, [C.c_void_p, C.c_char_p, *_message, C.POINTER(Policy)]),
@@ -169,6 +183,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_start": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t]),
     "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
     "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
+    "dlm_session_undecided": (C.POINTER(C.c_uint8), [C.c_void_p, C.POINTER(C.c_size_t)]),
     "dlm_session_logits": (
         C.c_int32,
         [C.c_void_p, i32p, C.c_size_t, i32p, C.c_size_t, f32p, C.c_size_t],
@@ -215,11 +230,37 @@ def library() -> C.CDLL:
             "DLM_RUNTIME_LIBRARY to its path"
         )
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
+        function = getattr(loaded, name, None)
+        if function is None:
+            raise EngineError(f"{path} has no function {name}: it is older than this package. Install the one of its version")
         function.restype, function.argtypes = result, arguments
-    if loaded.dlm_abi_version() != ABI_VERSION:
-        raise EngineError(f"{path} has ABI version {loaded.dlm_abi_version()}, this package needs {ABI_VERSION}")
+        if name == "dlm_abi_version" and function() != ABI_VERSION:  # the first: the others may be none that this package knows
+            raise EngineError(f"{path} has ABI version {function()}, this package needs {ABI_VERSION}")
     return loaded
+
+
+Initialised = TypeVar("Initialised", Denoiser, Policy, OpenOptions, GenerateOptions)
+
+
+def initialised(kind: type[Initialised]) -> Initialised:
+    """A struct with its size and the library's defaults."""
+    names = {
+        Denoiser: "dlm_denoiser",
+        Policy: "dlm_policy",
+        OpenOptions: "dlm_open_options",
+        GenerateOptions: "dlm_generate_options",
+    }
+    struct = kind()
+    getattr(library(), f"{names[kind]}_init_sized")(C.byref(struct), C.sizeof(struct))
+    return struct
+
+
+def policy_fields() -> list[PolicyField]:
+    """What the library knows of each field of a policy, in the order of the struct."""
+    found: list[PolicyField] = []
+    while field := library().dlm_policy_field_at(len(found)):
+        found.append(field.contents)
+    return found
 
 
 def onnxruntime_library() -> str | None:

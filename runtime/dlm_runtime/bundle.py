@@ -21,10 +21,11 @@ import numpy as np
 
 from dlm_runtime import _native
 from dlm_runtime.errors import RequestError
+from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
 
-TEXT_FIELDS = ("select", "score", "commit", "compare", "schedule", "remask", "cache", "stop")
+TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ class Generation:
 class Event:
     """The canvas after one step.
 
-    ``guess`` holds, where a mask token was scored but not committed, the token it would take now, else -1; ``score`` its
-    score. ``block`` is the span ``[start, end)`` being filled. ``text`` decodes the blocks finished so far. The last
-    event is ``done`` and carries ``result``.
+    ``undecided`` says where a token is still wanted; what the canvas holds there is what the denoiser sees. ``guess`` holds,
+    where such a position was scored, the token it would take now, else -1; ``score`` its score. ``block`` is the span
+    ``[start, end)`` being filled. ``text`` decodes the blocks finished so far. The last event is ``done`` and carries
+    ``result``.
     """
 
     canvas: list[int]
+    undecided: list[bool]
     guess: list[int]
     score: list[float]
     block: tuple[int, int]
@@ -75,7 +78,7 @@ class Bundle:
         text = self._library.dlm_bundle_manifest(handle).decode()
         self.manifest: dict[str, Any] = json.loads(text) if text else {}
         info = _native.Denoiser()
-        self._library.dlm_bundle_denoiser(handle, C.byref(info))
+        self._library.dlm_bundle_denoiser_sized(handle, C.byref(info), C.sizeof(info))
         self.vocab_size: int = info.vocab_size
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
@@ -108,10 +111,10 @@ class Bundle:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The bundle's tokenizer, None if it takes token ids only. Raises BundleError for a damaged one."""
-        name, chat = self.manifest.get("tokenizer"), self.manifest.get("chat_template")
-        if self._tokenizer is None and self._folder is not None and name is not None:
-            template = None if chat is None else self._folder / chat["file"]
-            self._tokenizer = Tokenizer.from_files(self._folder / name, template, chat["special_tokens"] if chat else None)
+        if self._tokenizer is None and self._folder is not None:
+            files = text_files(self.manifest, self._folder)
+            if files.tokenizer is not None:
+                self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens)
         return self._tokenizer
 
     def __enter__(self) -> Bundle:
@@ -129,8 +132,7 @@ class Bundle:
         self._check_open()
         if self._default_policy is not None and preset is None:
             return self._default_policy.with_fields(changes)
-        native = _native.Policy()
-        self._library.dlm_policy_init(C.byref(native))
+        native = _native.initialised(_native.Policy)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         if preset is not None and not isinstance(preset, str):
             raise RequestError(f"preset = {preset!r} is not a name")
@@ -290,25 +292,23 @@ class Bundle:
                 self._check_open()
                 self._check(self._library.dlm_session_step(session, C.byref(view)), session)
                 canvas = view.canvas[: view.length]
+                undecided = [bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]]
                 result = None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
                     result = request.result(canvas, stats, stats.nfe)
                 yield Event(
                     canvas=canvas,
+                    undecided=undecided,
                     guess=view.guess[: view.length],
                     score=view.score[: view.length],
                     block=(view.block_start, view.block_end),
                     nfe=view.nfe,
                     committed=view.committed,
-                    text=request.text(canvas if result else self._finished(canvas)),
+                    text=request.text(canvas[: undecided.index(True)] if True in undecided else canvas),
                     done=bool(view.done),
                     result=result,
                 )
-
-    def _finished(self, canvas: list[int]) -> list[int]:
-        end = canvas.index(self.mask_token_id) if self.mask_token_id in canvas else len(canvas)
-        return canvas[:end]
 
     def _check(self, status: int, session: C.c_void_p) -> None:
         if status:
@@ -359,8 +359,7 @@ class _Request:
         max_new_tokens, steps = _count("max_new_tokens", max_new_tokens), _count("steps", steps)
         self.capacity = len(self.given) + max_new_tokens
         self.policy = native_policy(policy)
-        self.options = _native.GenerateOptions()
-        bundle._library.dlm_generate_options_init(C.byref(self.options))
+        self.options = _native.initialised(_native.GenerateOptions)
         self.options.policy = C.pointer(self.policy)
         self.options.max_new_tokens = max_new_tokens
         self.options.steps = steps
@@ -403,8 +402,7 @@ def _token_ids(tokens: Sequence[int]) -> list[int]:
 
 def native_policy(policy: Policy) -> _native.Policy:
     """The C struct of a policy. Raises RequestError for a value of the wrong type."""
-    native = _native.Policy()
-    _native.library().dlm_policy_init(C.byref(native))
+    native = _native.initialised(_native.Policy)
     for field in fields(Policy):
         value = getattr(policy, field.name)
         try:
@@ -439,7 +437,7 @@ def open(
     if engine == "auto":
         # The library has to be found before the engine is opened, so which one it will be is asked first.
         with _open(path, "none", None, threads, False) as looked_at:
-            engine = "tensorrt" if "device_file" in looked_at.manifest["graph"] else "onnxruntime"
+            engine = "tensorrt" if "device_file" in looked_at.manifest["loop"]["graph"] else "onnxruntime"
     if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
@@ -453,8 +451,7 @@ def open(
 
 def _open(path: str | Path, engine: str, library: str | Path | None, threads: int, check_hashes: bool) -> Bundle:
     native = _native.library()
-    options = _native.OpenOptions()
-    native.dlm_open_options_init(C.byref(options))
+    options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None
     options.engine_library = None if library is None else os.fsencode(library)
     options.threads = threads

@@ -106,8 +106,7 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
 
     eos = (C.c_int32 * max(1, len(info.eos_token_ids)))(*info.eos_token_ids)
     native = _native.library()
-    denoiser = _native.Denoiser()
-    native.dlm_denoiser_init(C.byref(denoiser))
+    denoiser = _native.initialised(_native.Denoiser)
     for name in ("vocab_size", "mask_token_id", "max_canvas_length", "layers", "kv_heads", "head_size", "top_k", "shift"):
         setattr(denoiser, name, getattr(info, name))
     denoiser.has_cache = int(info.has_cache)

@@ -8,9 +8,11 @@ and combinations; this module only names the fields.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dlm_runtime.errors import RequestError
+
+UInt64: TypeAlias = int  # a field's annotation says its type in C too: see _native.Policy
 
 # Names that papers and their code use for the same score.
 SCORE_ALIASES = {"maskgit_plus": "confidence", "low_confidence": "confidence", "topk_margin": "margin"}
@@ -18,8 +20,8 @@ SCORE_ALIASES = {"maskgit_plus": "confidence", "low_confidence": "confidence", "
 
 @dataclass(frozen=True)
 class Policy:
-    """One loop. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0 makes the generation one block;
-    ``refresh`` 0 starts every block with a full pass, as published."""
+    """One loop, its fields in the order of the C struct. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0
+    makes the generation one block; ``refresh`` 0 starts every block with a full pass, as published."""
 
     select: str = "argmax"
     score: str = "confidence"
@@ -37,7 +39,7 @@ class Policy:
     entropy_bound: float = 0.1
     timestep_eps: float = 1e-3
     temperature: float = 0.0
-    seed: int = 0
+    seed: UInt64 = 0
 
     def with_fields(self, changes: dict[str, Any]) -> Policy:
         """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's."""

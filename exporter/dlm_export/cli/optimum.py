@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import click
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from dlm_export.cli.commands import build, main
+from dlm_export.cli.app import main
+from dlm_export.cli.building import build
 
 _PREFIX = "dlm_"  # of our values in optimum's namespace, which has names of its own
 

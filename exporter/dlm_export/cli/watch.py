@@ -37,22 +37,16 @@ def _render(bundle: Bundle, event: Event, before: list[int] | None) -> Any:
 
     canvas = Text()
     for position, token in enumerate(event.canvas):
-        if token == bundle.mask_token_id:
+        if event.undecided[position]:
             guess = event.guess[position]
             canvas.append("░ " if guess < 0 else _text(bundle, guess), MASKED if guess < 0 else GUESSED)
         elif before is not None and before[position] != token:
             canvas.append(_text(bundle, token), NEW)
         else:
             canvas.append(_text(bundle, token), COMMITTED)
-    masked = event.canvas.count(bundle.mask_token_id)
-    status = Text(f"pass {event.nfe}, {event.committed} committed, {masked} masked   ", "bright_black")
-    for name, style in (
-        ("committed", COMMITTED),
-        ("just now", NEW),
-        ("guessed", GUESSED),
-        ("░ masked", MASKED),
-        ("∎ end", COMMITTED),
-    ):
+    left = sum(event.undecided)
+    status = Text(f"pass {event.nfe}, {event.committed} committed, {left} masked   ", "bright_black")
+    for name, style in LEGEND:
         status.append(f"{name}  ", style)
     return Group(canvas, status)
 

@@ -94,6 +94,9 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
+_INPUTS, _OUTPUTS = ("input_ids", "position_ids", "score_rows"), ("top_token", "top_prob", "entropy", "logits")
+
+
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
     """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in order."""
     return {f"{prefix}_{kind}.{i}": shape for i, shape in enumerate(network.cache_shapes()) for kind in ("key", "value")}
@@ -101,24 +104,28 @@ def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]
 
 def input_names(network: NetworkSpec) -> list[str]:
     """Names of the graph's inputs, in order."""
-    return ["input_ids", "position_ids", "score_rows", *_cache_ports(network, "past")]
+    return [*_INPUTS, *_cache_ports(network, "past")]
 
 
 def output_names(network: NetworkSpec) -> list[str]:
     """Names of the graph's outputs, in order."""
-    return ["top_token", "top_prob", "entropy", "logits", *_cache_ports(network, "present")]
+    return [*_OUTPUTS, *_cache_ports(network, "present")]
 
 
-def describe(network: NetworkSpec, precision: str, *, for_device: bool = False, is_plain: bool = False) -> dict[str, Any]:
-    """What the manifest says of the graph; ``for_device``: that there is a device graph too."""
+def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_device: bool = False) -> dict[str, Any]:
+    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a device graph too."""
+    kinds = ("past_key", "past_value", "present_key", "present_value")
+    layers = [
+        {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
+        for i, (kv_heads, head_size) in enumerate(network.cache_shapes())
+    ]
     return {
         "file": GRAPH_FILE,
         **({"device_file": DEVICE_FILE} if for_device else {}),
-        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
-        "opset": PLAIN_OPSET if is_plain else OPSET,
+        "simulated": is_simulated,
         "top_k": TOP_K,
-        "inputs": input_names(network),
-        "outputs": output_names(network),
+        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
+        "ports": {name: name for name in (*_INPUTS, *_OUTPUTS)} | {"layers": layers},
     }
 
 

@@ -17,9 +17,9 @@ from dlm_calibration.metrics import summarise
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import Sample, State
 from dlm_export import families
-from dlm_export.bundle import network_of
+from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
-from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor
+from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
 from dlm_export.judging.report import write_report
 from dlm_export.judging.threshold import THRESHOLDS, Refit, refit_threshold
 from dlm_export.network.denoiser import Denoiser
@@ -29,6 +29,7 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
 from dlm_export.sources import Source
 from dlm_runtime.errors import DlmError
+from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
@@ -147,25 +148,19 @@ def compare_bundles(
         dlm_runtime.open(reference, engine=engine, threads=threads) as first,
         dlm_runtime.open(candidate, engine=engine, threads=threads) as second,
     ):
+        check_manifest(first.manifest, reference)
+        check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
+        sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
+        check_comparable(*sides)  # before any data is read
         data = load_data(c, reference, first.tokenizer, options, is_calibrating=False)
         if data.warning:
             warn(data.warning)
         samples = data.judging[:judged]
-        presets = {name: first.policy(name) for name in first.manifest["presets"]}
+        presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.preset)
         progress.start("judge", judge_units(samples))
-        result = _judge(
-            BundlePredictor(first, _title(reference, first)),
-            BundlePredictor(second, _title(candidate, second)),
-            samples,
-            c,
-            policy,
-            second,
-            options.seed,
-            None,
-            progress.advance,
-        )
+        result = _judge(*sides, samples, c, policy, second, options.seed, None, progress.advance)
     return replace(result, layers=_known_layers(candidate)).with_budgets(budgets)
 
 
@@ -184,7 +179,7 @@ def _known_layers(folder: Path) -> list[dict[str, Any]]:
 
 def write_files(folder: Path, bundle: Path, judgement: Judgement) -> list[Path]:
     """accuracy.json and report.html of a judgement into ``folder``; what its build recorded beside goes along."""
-    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(bundle, check_hashes=False)
     accuracy: dict[str, Any] = {"judgement": judgement.as_dict()}
     if (bundle / ACCURACY_FILE).is_file():
         accuracy = json.loads((bundle / ACCURACY_FILE).read_text(encoding="utf-8")) | accuracy

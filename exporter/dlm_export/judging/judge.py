@@ -18,7 +18,7 @@ from dlm_calibration import metrics
 from dlm_calibration.metrics import Commitment, Decode, Frontier, Run
 from dlm_calibration.states import MASK_RATIOS, Sample, mask_share, pad_to_blocks, samples_sha256
 from dlm_export.judging.predictors import JudgeError, Predictor, check_comparable, finite_logits
-from dlm_export.network import reference as loop
+from dlm_export.network.reference import Canvas, Turn, choose_in, turns
 from dlm_runtime import Policy
 
 WORST_LAYERS = 3  # named when a budget is missed
@@ -98,53 +98,34 @@ def _join(parts: Sequence[tuple[metrics.Rows, int, int, float]]) -> Masked:
 
 @dataclass(frozen=True, eq=False)
 class FrontierState:
-    """A canvas that a loop met before one of its passes.
+    """A canvas that a loop met before one of its passes, int64 ``[L]``, and what it does with it.
 
-    ``positions`` ``[M]`` are the masked ones of the block being filled; ``planned`` is the schedule's count of commits;
-    ``passes`` were made before; ``is_forced``: the loop commits the first position whatever its score.
+    ``mask_ratio`` is the undecided share of the positions from the first one on that the request wants filled.
     """
 
     canvas: np.ndarray
-    positions: np.ndarray
-    planned: int
-    passes: int
-    is_forced: bool
+    turn: Turn
     mask_ratio: float
 
 
-def frontier_states(canvases: Sequence[np.ndarray], policy: Policy, mask_token_id: int, shift: int) -> Iterator[FrontierState]:
-    """What the loop decides at each of the canvases that its passes saw, in their order; the first one holds every mask."""
+def frontier_states(canvases: Sequence[Canvas], policy: Policy, shift: int) -> Iterator[FrontierState]:
+    """What the loop decides at each of the canvases that its passes saw, in their order."""
     if not canvases:
         return
-    length = len(canvases[0])
-    origin = int(np.flatnonzero(canvases[0] == mask_token_id)[0])
-    block_length = policy.block_length or length - origin
-    steps = policy.steps_per_block or block_length
-    block, step, counts = -1, 0, [0]
-    for passes, canvas in enumerate(canvases):
-        is_masked = canvas == mask_token_id
-        first = int(np.flatnonzero(is_masked)[0])
-        start = first - (first - origin) % block_length
-        positions = start + np.flatnonzero(is_masked[start : start + block_length])
-        step += 1
-        if start != block:
-            block, step, counts = start, 0, loop.transfer_counts(len(positions), steps)
-        planned = counts[step] if step < len(counts) else 1
-        if policy.commit == "timestep":
-            planned = loop.timestep_count(len(positions), step, steps, policy.timestep_eps)
-        is_forced = step == 0 and policy.cache != "none" and shift == 1 and first == start
-        yield FrontierState(canvas, positions, planned, passes, is_forced, float(is_masked[origin:].mean()))
+    undecided = canvases[0].undecided.copy()
+    origin = int(undecided.argmax())
+    ahead = turns(undecided, policy, shift)
+    for canvas in canvases:
+        undecided[:] = canvas.undecided
+        yield FrontierState(canvas.tokens, next(ahead), float(undecided[origin:].mean()))
 
 
 def predict_commitment(predictor: Predictor, state: FrontierState, policy: Policy) -> Commitment:
     """What a denoiser would commit here, from a full pass: what a cache would have kept from earlier passes is left out."""
-    logits = finite_logits(predictor, state.canvas, state.positions)
+    logits = finite_logits(predictor, state.canvas, state.turn.positions)
     # In fp32 and in torch, as the reference loop scores: thresholds compare with the same values.
     probs = torch.from_numpy(logits).softmax(-1)
-    scores = loop.scores(probs, policy, state.passes, state.positions.tolist())
-    if state.is_forced:
-        scores[0] = loop.surest(policy)
-    return Commitment(logits, logits.argmax(-1), loop.choose(scores, policy, state.planned).numpy())
+    return Commitment(logits, logits.argmax(-1), choose_in(state.turn, probs, policy).numpy())
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
@@ -315,11 +296,11 @@ def judge(
             raise JudgeError(f"sample {number + 1}: its prompt of {len(prompt)} tokens fills the canvas: leave it out")
         prompts.append(decode(prompt) if sample.prompt is None else sample.prompt)
         *seen, finished = reference.states(prompt, room, policy)
-        for state in frontier_states(seen, policy, reference.mask_token_id, reference.shift):
+        for state in frontier_states(seen, policy, reference.shift):
             ours_now, theirs_now = (predict_commitment(side, state, policy) for side in (candidate, reference))
             frontier.add(state.mask_ratio, theirs_now, ours_now)
         written, nfe = candidate.generate(prompt, room, policy)
-        for side, tokens, passes in zip(runs, (finished.tolist(), written), (len(seen), nfe), strict=True):
+        for side, tokens, passes in zip(runs, (finished.tokens.tolist(), written), (len(seen), nfe), strict=True):
             side.append(metrics.as_run(tokens, prompt, passes, reference.eos_token_ids, decode))
         on_done()
     return Judgement(

@@ -13,6 +13,7 @@ import torch
 
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.reference import Canvas
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import DlmError
 
@@ -40,8 +41,8 @@ class Predictor(Protocol):
     def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
         """The finished canvas and the passes it took."""
 
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
-        """The canvas that each pass saw, int64 ``[L]``, and behind them the finished one: NFE + 1 canvases."""
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
+        """The canvas that each pass saw, and behind them the finished one: NFE + 1 canvases."""
 
 
 class TorchPredictor:
@@ -68,11 +69,11 @@ class TorchPredictor:
         done = loop.generate(self.denoiser, tokens, policy, max_new_tokens)
         return done.tokens, done.nfe
 
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """See ``Predictor``."""
-        seen = [[*tokens, *[self.mask_token_id] * max_new_tokens]]
-        done = loop.generate(self.denoiser, tokens, policy, max_new_tokens, on_step=seen.append)
-        return [np.array(canvas, np.int64) for canvas in (*seen[: done.nfe], done.tokens)]
+        seen = [loop.start_canvas(tokens, max_new_tokens, self.mask_token_id)]
+        done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
+        return [*seen[: done.nfe], Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))]
 
 
 class BundlePredictor:
@@ -81,7 +82,7 @@ class BundlePredictor:
     def __init__(self, bundle: Bundle, name: str) -> None:
         """The bundle must have been opened from a folder: its manifest says how its rows are shifted."""
         self.bundle, self.name = bundle, name
-        self.shift = int(bundle.manifest["denoiser"]["shift"])
+        self.shift = int(bundle.manifest["loop"]["shift"])
         self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
         self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
 
@@ -94,11 +95,11 @@ class BundlePredictor:
         done = self.bundle.generate(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
         return done.tokens, done.nfe
 
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[np.ndarray]:
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """See ``Predictor``."""
-        start = [*tokens, *[self.mask_token_id] * max_new_tokens]
         events = self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
-        return [np.array(canvas, np.int64) for canvas in (start, *(event.canvas for event in events))]
+        after = [Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events]
+        return [loop.start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
 
 
 def check_comparable(reference: Predictor, candidate: Predictor) -> None:

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
+from dlm_export import targets
+from dlm_export.bundle import network_of
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Policy
+from dlm_runtime.errors import DlmError, RequestError
 
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
 PROMPT_LENGTH = 12  # tokens of a random prompt
 ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
+
+
+class ParityError(DlmError):
+    """The bundle does not compute what PyTorch computes."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,80 @@ class Parity:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as accuracy.json and ``--json`` show them."""
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
+
+
+def check_parity(
+    folder: Path,
+    network: NetworkSpec,
+    load: Callable[[], Denoiser],
+    presets: dict[str, Policy],
+    precision: str,
+    *,
+    prompts: list[list[int]] | None = None,
+    max_new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    threads: int = 0,
+    engine: str = "onnxruntime",
+    progress: Progress | None = None,
+) -> Parity:
+    """Compare a bundle with a denoiser in torch; random prompts where none are given. ``precision``: of ``TOLERANCES``.
+
+    ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them holds weights.
+    ``progress`` advances ``parity_units`` times. Raises DlmError.
+    """
+    progress = progress or Silent()
+    if prompts is None:
+        prompts = random_prompts(network, PROMPT_COUNT, seed)
+        max_new_tokens = max(1, min(max_new_tokens, network.max_canvas_length - len(prompts[0])))
+    longest = max(len(prompt) for prompt in prompts)
+    room = network.max_canvas_length - longest
+    if max_new_tokens > room:
+        raise RequestError(
+            f"a prompt of {longest} tokens leaves room for {room} on the canvas of {network.max_canvas_length}, "
+            f"not for {max_new_tokens}"
+        )
+    denoiser = load()
+    cases = make_cases(presets, prompts, max_new_tokens)
+    expected = expect(denoiser, prompts, cases, seed, progress.advance)
+    del denoiser
+    with dlm_runtime.open(folder, engine=engine, threads=threads, check_hashes=False) as opened:
+        return compare(opened, expected, precision, progress.advance)
+
+
+def parity_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
+    """How often ``check_parity`` advances its progress."""
+    return 2 * (len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1)))
+
+
+def require_parity(parity: Parity, where: str) -> None:
+    """Raises ParityError with what is outside the tolerance."""
+    if parity.misses:
+        raise ParityError(f"{where}: {parity.summary}")
+
+
+def check_host_memory(parameters: int) -> None:
+    """DlmError if this machine cannot hold a denoiser in fp32, as the comparison does."""
+    available = targets.available_memory_bytes()
+    needed = 4 * parameters
+    if available is not None and needed > available:
+        raise DlmError(
+            f"the parity check holds the denoiser in fp32, {needed:,} bytes, and {available:,} are available. "
+            "Pass --no-verify, and run `dlm-export verify` on a larger machine."
+        )
+
+
+def check_same_denoiser(folder: Path, manifest: dict[str, Any], network: NetworkSpec) -> None:
+    """DlmError if a bundle's manifest describes another denoiser than a checkpoint's."""
+    theirs = network_of(manifest)
+    for name in network.__dataclass_fields__:
+        ours, found = getattr(network, name), getattr(theirs, name)
+        if name == "layers" and len(ours) == len(found) and ours != found:
+            i = next(i for i, pair in enumerate(zip(ours, found, strict=True)) if pair[0] != pair[1])
+            name, ours, found = f"layer {i}", ours[i], found[i]
+        elif name == "layers":
+            name, ours, found = "number of layers", len(ours), len(found)
+        if ours != found:
+            raise DlmError(f"{folder}: built from another checkpoint: its {name} is {found}, the checkpoint's is {ours}")
 
 
 def make_cases(bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Case]:

@@ -4,15 +4,18 @@ It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, al
 (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487: timestep schedule, entropy and
 margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded sampling (arXiv:2505.24857).
 
+``turns`` keeps the books of blocks and steps for whoever runs the passes; ``generate`` runs them.
+
 Rules that the papers leave open: every step commits at least one token; the mask token is never predicted; equal
 predictions take the lowest id; equal scores commit left to right. Scores compare with thresholds in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +68,7 @@ def random_score(seed: int, step: int, position: int) -> float:
 
 
 def choose(score: Tensor, policy: Policy, count: int) -> Tensor:
-    """Which of the masked positions to commit: bool ``[M]`` for scores ``[M]`` in order of position.
+    """Which of the undecided positions to commit: bool ``[M]`` for scores ``[M]`` in order of position.
 
     ``count`` is what the schedule plans for this step (static, dynamic, timestep, sequential). At least one is chosen.
     """
@@ -101,13 +104,8 @@ def _is_by_entropy(policy: Policy) -> bool:
     return policy.commit == "entropy_bound" or policy.score == "entropy"
 
 
-def surest(policy: Policy) -> float:
-    """The score of a prediction without doubt."""
-    return 0.0 if _is_by_entropy(policy) else 1.0
-
-
 def scores(probs: Tensor, policy: Policy, passes: int, positions: Sequence[int]) -> Tensor:
-    """How sure the policy is of masked positions, float64 ``[M]``, from probabilities ``[M, V]``; higher is surer.
+    """How sure the policy is of undecided positions, float64 ``[M]``, from probabilities ``[M, V]``; higher is surer.
 
     ``passes`` were made before this one; they and the positions key the random score.
     """
@@ -119,15 +117,78 @@ def scores(probs: Tensor, policy: Policy, passes: int, positions: Sequence[int])
     return (best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]).double()
 
 
+@dataclass(frozen=True, eq=False)
+class Canvas:
+    """A canvas between two passes: token ids int64 ``[L]``, and which positions are undecided, bool ``[L]``.
+
+    What stands at an undecided position is what the denoiser sees there, and nothing more.
+    """
+
+    tokens: np.ndarray
+    undecided: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What a loop does with a canvas next: one pass that fills the block ``[start, end)``, and its commit.
+
+    ``passes`` were made before, ``step`` of them for this block. ``positions`` int64 ``[M]`` are the block's undecided ones,
+    ascending; ``planned`` is the schedule's count of commits; ``is_forced``: the first position commits whatever its score.
+    """
+
+    start: int
+    end: int
+    step: int
+    passes: int
+    positions: np.ndarray
+    planned: int
+    is_forced: bool
+
+
+def turns(undecided: np.ndarray, policy: Policy, shift: int, steps: int = 0) -> Iterator[Turn]:
+    """The passes that fill the undecided positions of a canvas, bool ``[L]``: blocks from the first of them on, in order.
+
+    Who takes a turn clears what it committed in ``undecided`` before asking for the next one. ``shift`` is the denoiser's;
+    ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
+    """
+    if not undecided.any():
+        return
+    length, origin = len(undecided), int(undecided.argmax())
+    block_length = policy.block_length or length - origin
+    starts = range(origin, length, block_length)
+    shares = transfer_counts(steps, len(starts)) if steps else [policy.steps_per_block or block_length] * len(starts)
+    passes = 0
+    for start, block_steps in zip(starts, shares, strict=True):
+        end = min(start + block_length, length)
+        counts = transfer_counts(int(undecided[start:end].sum()), block_steps)
+        step = 0
+        while undecided[start:end].any():
+            positions = start + np.flatnonzero(undecided[start:end])
+            planned = counts[step] if step < block_steps else 1
+            if policy.commit == "timestep":
+                planned = timestep_count(len(positions), step, block_steps, policy.timestep_eps)
+            # Later passes over a shifted denoiser lack the row before the block: its first position commits in the opening one.
+            is_forced = step == 0 and policy.cache != "none" and shift == 1 and int(positions[0]) == start
+            yield Turn(start, end, step, passes, positions, planned, is_forced)
+            step, passes = step + 1, passes + 1
+
+
+def choose_in(turn: Turn, probs: Tensor, policy: Policy) -> Tensor:
+    """Which of a turn's positions commit: bool ``[M]``, from their probabilities ``[M, V]``."""
+    score = scores(probs, policy, turn.passes, turn.positions.tolist())
+    if turn.is_forced:
+        score[0] = 0.0 if _is_by_entropy(policy) else 1.0  # a prediction without doubt
+    return choose(score, policy, turn.planned)
+
+
 class _Run:
-    """One request: a canvas, its keys and values, and the passes so far."""
+    """One request: a canvas, its keys and values, and what is undecided."""
 
     def __init__(self, denoiser: Denoiser, canvas: Tensor, policy: Policy) -> None:
         self.denoiser = denoiser
         self.network = denoiser.network
         self.canvas = canvas
         self.policy = policy
-        self.nfe = 0
         self.cache: Past = []
         self.before = 0  # start of the block decided before
 
@@ -155,66 +216,65 @@ class _Run:
             for kept, new in zip(self.cache, present, strict=False):
                 kept[0][:, :, first:last], kept[1][:, :, first:last] = new
             self.cache = self.cache or present
-        self.nfe += 1
         return hidden[0], first
 
-    def step(self, start: int, end: int, step: int, steps: int, planned: int) -> None:
-        """One pass over the block ``[start, end)`` and its commit; ``planned`` by the even schedule."""
-        c, policy = self.network, self.policy
-        hidden, first = self.features(start, end, is_opening=step == 0)
-        positions = start + (self.canvas[start:end] == c.mask_token_id).nonzero().squeeze(1)
-        # Later passes over a shifted denoiser lack the row before the block: its first position commits in the opening pass.
-        forced = step == 0 and policy.cache != "none" and c.shift == 1 and int(positions[0]) == start
+    def take(self, turn: Turn) -> np.ndarray:
+        """Make a turn's pass and its commit. Returns the committed positions, int64."""
+        c = self.network
+        hidden, first = self.features(turn.start, turn.end, is_opening=turn.step == 0)
+        positions = torch.from_numpy(turn.positions)
         rows = (positions - c.shift).clamp(min=0) - first
         logits = self.denoiser.project(hidden[rows]).float()
         logits[:, c.mask_token_id] = -torch.inf
-        probs = logits.softmax(-1)
-        guess = logits.argmax(-1)
-        score = scores(probs, policy, self.nfe - 1, positions.tolist())
-        if forced:
-            score[0] = surest(policy)
-        if policy.commit == "timestep":
-            planned = timestep_count(len(positions), step, steps, policy.timestep_eps)
-        chosen = choose(score, policy, planned)
-        self.canvas[positions[chosen]] = guess[chosen]
+        chosen = choose_in(turn, logits.softmax(-1), self.policy)
+        self.canvas[positions[chosen]] = logits.argmax(-1)[chosen]
+        committed: np.ndarray = turn.positions[chosen.numpy()]
+        return committed
 
 
-@torch.no_grad()
+def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
+    """A request's canvas before its first pass: undecided are the mask tokens among the given ones, and all new ones."""
+    canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
+    return Canvas(canvas, canvas == mask_token_id)
+
+
 def generate(
     denoiser: Denoiser,
     tokens: Sequence[int],
     policy: Policy,
     max_new_tokens: int,
     steps: int = 0,
-    on_step: Callable[[list[int]], None] | None = None,
+    on_step: Callable[[Canvas], None] | None = None,
 ) -> Reference:
     """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` more behind them.
 
     ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
     ``on_step`` gets the canvas after each step.
     """
+    canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
+    return fill(denoiser, canvas, policy, steps, on_step)
+
+
+@torch.no_grad()
+def fill(
+    denoiser: Denoiser,
+    canvas: Canvas,
+    policy: Policy,
+    steps: int = 0,
+    on_step: Callable[[Canvas], None] | None = None,
+) -> Reference:
+    """Fill the undecided positions of a canvas; see ``generate``."""
     c = denoiser.network
-    canvas = torch.tensor([*tokens, *[c.mask_token_id] * max_new_tokens])
-    is_given = canvas != c.mask_token_id
-    run = _Run(denoiser, canvas, policy)
-    length = len(canvas)
-    origin = int((~is_given).nonzero()[0]) if not bool(is_given.all()) else length
-    block_length = policy.block_length or max(1, length - origin)
-    starts = list(range(origin, length, block_length))
-    shares = transfer_counts(steps, len(starts)) if steps and starts else []
-    for number, start in enumerate(starts):
-        end = min(start + block_length, length)
-        masked = int((canvas[start:end] == c.mask_token_id).sum())
-        block_steps = shares[number] if shares else policy.steps_per_block or block_length
-        counts = transfer_counts(masked, block_steps)
-        step = 0
-        while bool((canvas[start:end] == c.mask_token_id).any()):
-            run.step(start, end, step, block_steps, counts[step] if step < block_steps else 1)
-            step += 1
-            if on_step is not None:
-                on_step(canvas.tolist())
-        is_new = ~is_given[start:end]
-        if policy.stop == "eos" and any(bool((canvas[start:end][is_new] == eos).any()) for eos in c.eos_token_ids):
-            canvas[canvas == c.mask_token_id] = c.eos_token_ids[0]
-            break
-    return Reference(canvas.tolist(), run.nfe)
+    undecided, run, nfe = canvas.undecided.copy(), _Run(denoiser, torch.tensor(canvas.tokens), policy), 0
+    for turn in turns(undecided, policy, c.shift, steps):
+        undecided[run.take(turn)] = False
+        nfe += 1
+        if on_step is not None:
+            on_step(Canvas(run.canvas.numpy().copy(), undecided.copy()))
+        if policy.stop != "eos" or undecided[turn.start : turn.end].any():
+            continue
+        new = turn.start + np.flatnonzero(canvas.undecided[turn.start : turn.end])
+        if np.isin(run.canvas.numpy()[new], c.eos_token_ids).any():
+            run.canvas[torch.from_numpy(undecided)] = c.eos_token_ids[0]
+            undecided[:] = False
+    return Reference(run.canvas.tolist(), nfe)

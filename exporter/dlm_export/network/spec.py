@@ -54,9 +54,11 @@ class AttentionSpec:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.heads % self.kv_heads == 0, self
-        assert self.visibility in VISIBILITIES, self
-        assert (self.visibility == "block") == (self.block_length is not None), self
+        """Raises ValueError for what does not go together."""
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} key and value heads")
+        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (self.block_length is not None):
+            raise ValueError(f"visibility {self.visibility} with a block_length of {self.block_length}")
 
     @property
     def group(self) -> int:
@@ -273,7 +275,7 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """The description that ``as_dict`` gave; what follows from it is not read. KeyError, TypeError for other values."""
+        """The description that ``as_dict`` gave; what follows from it is not read. Raises ValueError."""
         chosen = {field.name: values[field.name] for field in fields(cls)}
         layers = tuple(_layer_from(layer) for layer in chosen["layers"])
         return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})

@@ -24,6 +24,7 @@ from dlm_export.planning import roofline
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, RequestError
+from dlm_runtime.manifest import check_manifest
 
 CANVAS, BLOCK = 256, 32  # tokens of the passes that are measured unless others are asked for
 WARM_UP = 3  # passes of a size before any counts: an engine captures a graph at its third one
@@ -86,7 +87,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     batches = sorted({1, *options.batches})
     with dlm_runtime.open(path, engine=options.engine, threads=options.threads) as bundle:
         manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.engine.startswith("onnxruntime")
-        preset = options.preset or manifest["default_preset"]
+        check_manifest(manifest, path)
+        preset = options.preset or manifest["loop"]["default_preset"]
         sizes = options.passes or _fitting_passes(bundle)
         made = list(product(sizes, batches))
         for size, batch in made:  # what cannot be is refused before the long part
@@ -113,7 +115,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "bundle": {
             "path": str(path),
             "precision": manifest["precision"]["name"],
-            "parameters": manifest["denoiser"]["parameters"],
+            "parameters": manifest["network"]["parameters"],
             "engine": engine,
         },
         "threads": options.threads,
@@ -194,7 +196,7 @@ def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, ro
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
     """The process's peak so far against what it has to hold; the ratio is for the CPU, as a GPU holds both itself."""
-    graph = manifest["graph"]["file"]
+    graph = manifest["loop"]["graph"]["file"]
     weights = sum(entry["bytes"] for name, entry in manifest["files"].items() if name in (graph, f"{graph}.data"))
     peak, cache = peak_rss_bytes(), generation.result.cache_bytes
     return {
@@ -234,5 +236,5 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
     """The work of a pass on a CPU, which computes in full precision what it has no arithmetic for."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
-    network, element_bytes = network_of(manifest), roofline.CACHE_BYTES[manifest["graph"]["cache_dtype"]]
+    network, element_bytes = network_of(manifest), roofline.CACHE_BYTES[manifest["loop"]["graph"]["cache_dtype"]]
     return roofline.work_of(network, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes)

@@ -22,7 +22,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 
 FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
-CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's graph.cache_dtype
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's loop.graph.cache_dtype
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.bundle import network_of
+from dlm_export.bundle import network_of, read_manifest
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError
@@ -91,12 +91,10 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], NetworkSpec]) -> Sh
     if not (path / "manifest.json").is_file():
         network = read_checkpoint(path)
         return Shape(path.name, network, network.max_canvas_length, _published())
-    import dlm_runtime
-
-    with dlm_runtime.open(path, engine="none") as bundle:
-        manifest = bundle.manifest
+    manifest = read_manifest(path)
     network, precision = network_of(manifest), manifest["precision"]
-    return Shape(path.name, network, network.max_canvas_length, manifest["presets"], precision["name"], precision.get("layers"))
+    presets, layers = manifest["loop"]["presets"], precision.get("layers")
+    return Shape(path.name, network, network.max_canvas_length, presets, precision["name"], layers)
 
 
 @dataclass(frozen=True)

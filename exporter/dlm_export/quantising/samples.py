@@ -132,7 +132,7 @@ def make_trajectory(denoiser: Denoiser, policy: Policy, on_done: Callable[[], No
         prompt = sample.tokens[:start].tolist()
         canvases = [np.array([*prompt, *[c.mask_token_id] * length], np.int64)]
         if length > 0:
-            reference.generate(denoiser, prompt, policy, length, on_step=lambda canvas: canvases.append(np.array(canvas)))
+            reference.generate(denoiser, prompt, policy, length, on_step=lambda canvas: canvases.append(canvas.tokens))
         on_done()
         return canvases
 

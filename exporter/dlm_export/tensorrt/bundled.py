@@ -14,7 +14,7 @@ from dlm_export.graph import PLAIN_OPSET
 from dlm_export.progress import Progress
 from dlm_export.targets import Target, recipe_for, sm_text
 from dlm_export.tensorrt.builders import deferred_command, find_builder
-from dlm_export.tensorrt.engine import Built, build_engine, check_device_graph, engine_file
+from dlm_export.tensorrt.engine import Built, build_engine, check_device_graph, engine_file, with_engine, without_engine
 from dlm_export.tensorrt.estimate import EngineError, EngineOptions
 
 
@@ -32,16 +32,16 @@ def add_engine(
     The engine and then the manifest are renamed into place; until then the bundle is as it was. Raises EngineError,
     AuditError, TargetError, OutputError.
     """
-    entries = manifest.get("engines", {})
+    entries = manifest["loop"].get("engines", {})
     if target.name in entries and not force:
         raise EngineError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
     check_device_graph(folder, manifest, target)
     _check_precision(target, manifest["precision"])
     builder = find_builder(target, options)
     if builder is None:
-        if target.needs_plain_graph and manifest["graph"]["opset"] > PLAIN_OPSET:
+        if target.needs_plain_graph and manifest["opset"] > PLAIN_OPSET:
             raise EngineError(
-                f"{folder}: holds a graph of opset {manifest['graph']['opset']}, which JetPack 6's TensorRT 10.3 cannot parse. "
+                f"{folder}: holds a graph of opset {manifest['opset']}, which JetPack 6's TensorRT 10.3 cannot parse. "
                 f"Build a bundle with --target {target.name}; JetPack 7.2 takes this one, on the device: "
                 f"`{deferred_command(folder, target)}`."
             )
@@ -57,7 +57,7 @@ def add_engine(
             made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
             os.replace(staged, folder / name)
             targets = list(dict.fromkeys([*manifest["targets"], target.name]))
-            changed = manifest | {"targets": targets, "engines": entries | {target.name: built.entry}}
+            changed = with_engine(manifest, built) | {"targets": targets}
             write_manifest(folder, changed, manifest["files"] | {name: made})
         finally:
             staged.unlink(missing_ok=True)
@@ -66,14 +66,14 @@ def add_engine(
 
 def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
     """Take an engine out of a bundle; returns the bytes that its file had. Raises EngineError, OutputError."""
-    entries = dict(manifest.get("engines", {}))
+    entries = manifest["loop"].get("engines", {})
     if target.name not in entries:
         raise EngineError(f"{folder}: has no engine for {target.name}, only for {', '.join(entries) or 'none'}")
-    path = folder / entries.pop(target.name)["file"]
+    path = folder / entries[target.name]["file"]
     with _changing(path):
         size = path.stat().st_size if path.is_file() else 0
         files = {name: entry for name, entry in manifest["files"].items() if name != engine_file(target)}
-        write_manifest(folder, manifest | {"engines": entries}, files)
+        write_manifest(folder, without_engine(manifest, target.name), files)
         path.unlink(missing_ok=True)
     return size
 

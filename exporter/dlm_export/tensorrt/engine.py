@@ -32,19 +32,40 @@ FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is i
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave: the manifest's entry, seconds, and warnings for people."""
+    """What a build gave: the manifest's entries of the engine (``loop.engines``, ``audits``), seconds, warnings for people."""
 
     target: str
     entry: dict[str, Any]
+    audit: dict[str, Any]
     seconds: float
     warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.entry | {"audit": self.audit, "seconds": self.seconds}
+
+
+def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
+    """The manifest with an engine in it, in place of the target's old one; ``files`` stays as it is."""
+    loop, audits = manifest["loop"], manifest.get("audits", {})
+    engines = loop.get("engines", {}) | {built.target: built.entry}
+    return {**manifest, "loop": loop | {"engines": engines}, "audits": audits | {built.target: built.audit}}
+
+
+def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
+    """The manifest without a target's engine; ``files`` stays as it is."""
+
+    def others(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: entry for name, entry in entries.items() if name != target}
+
+    loop, audits = manifest["loop"], manifest.get("audits", {})
+    return {**manifest, "loop": loop | {"engines": others(loop["engines"])}, "audits": others(audits)}
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
     """EngineError if there is nothing to build for ``target`` from."""
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
-    if "device_file" not in manifest["graph"]:
+    if "device_file" not in manifest["loop"]["graph"]:
         raise EngineError(
             f"{folder}: was built for {', '.join(manifest['targets'])} and has no device graph. "
             f"Build it with --target {target.name}."
@@ -68,11 +89,11 @@ def build_engine(
     """
     progress = progress or Silent()
     check_device_graph(folder, manifest, target)
-    graph = manifest["graph"]["device_file"]
-    default = manifest["presets"][manifest["default_preset"]]
-    denoiser = network_of(manifest)
+    loop, denoiser = manifest["loop"], network_of(manifest)
+    judged, graph = loop["graph"]["file"], loop["graph"]["device_file"]
+    default = loop["presets"][loop["default_preset"]]
     limits = limits_of(denoiser.max_canvas_length, default["block_length"], options)
-    weights = _weights_file(manifest)
+    weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
     found = check_memory(denoiser, target, expected_bytes, limits, on_host=True)
     began = time.perf_counter()
@@ -85,15 +106,14 @@ def build_engine(
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
     table = audit.network_table(network)
-    asked = manifest["precision"].get("layers") or dict.fromkeys(denoiser.quantisable(), manifest["graph"]["cache_dtype"])
+    asked = manifest["precision"].get("layers") or dict.fromkeys(denoiser.quantisable(), loop["graph"]["cache_dtype"])
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(trt, trt_builder, network, manifest, builder, limits, options)
+    config = _make_config(trt, trt_builder, network, loop["graph"]["ports"], builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
     _raise_logged(logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", succeeded)
     audit.check_size(output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback)
     method = "network"
-    device_bytes = found.device
     if builder.kind == TENSORRT:
         method = "inspector"
         engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
@@ -108,16 +128,20 @@ def build_engine(
         "builder": builder.kind,
         "version": trt.__version__,
         "sm": list(builder.sms),
-        "graph": {
-            "judged": files[manifest["graph"]["file"]]["sha256"],
+        "built_from": {
+            "judged": files[judged]["sha256"],
             "device": files[graph]["sha256"],
             "weights": files[weights]["sha256"],
         },
         "profiles": limits.profiles(),
-        "audit": {"method": method, "layers": table, "fallbacks": audit.fallbacks(table, asked)},
-        "device_bytes": device_bytes,
     }
-    return Built(target.name, entry | {"seal": seal(entry)}, round(time.perf_counter() - began, 3), logger.shown)
+    audited = {
+        "method": method,
+        "layers": table,
+        "fallbacks": audit.fallbacks(table, asked),
+        "device_bytes": found.device,
+    }
+    return Built(target.name, entry | {"seal": seal(entry)}, audited, round(time.perf_counter() - began, 3), logger.shown)
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
@@ -212,7 +236,7 @@ def _make_config(
     trt: Any,
     trt_builder: Any,
     network: Any,
-    manifest: Mapping[str, Any],
+    ports: Mapping[str, Any],
     builder: Builder,
     limits: Limits,
     options: EngineOptions,
@@ -228,15 +252,14 @@ def _make_config(
     if options.timing_cache is not None:
         known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
         config.set_timing_cache(config.create_timing_cache(known), False)
-    shapes = enumerate(network_of(manifest).cache_shapes())
-    cache = {f"past_{kind}.{i}": shape for i, shape in shapes for kind in ("key", "value")}
     for ranges in limits.profiles().values():
         profile = trt_builder.create_optimization_profile()
-        for i in range(network.num_inputs):
-            name = network.get_input(i).name
-            of = {"input_ids": "tokens", "position_ids": "tokens", "score_rows": "rows"}.get(name, "cached")
-            heads, features = (cache[name][:1], cache[name][1:]) if of == "cached" else ((), ())
-            profile.set_shape(name, *((1, *heads, size, *features) for size in ranges[of]))
+        for port, of in (("input_ids", "tokens"), ("position_ids", "tokens"), ("score_rows", "rows")):
+            profile.set_shape(ports[port], *((1, size) for size in ranges[of]))
+        for layer in ports["layers"]:
+            shapes = [(1, layer["kv_heads"], size, layer["head_size"]) for size in ranges["cached"]]
+            for port in ("past_key", "past_value"):
+                profile.set_shape(layer[port], *shapes)
         if config.add_optimization_profile(profile) < 0:
             raise BuilderError(f"TensorRT {trt.__version__} refuses the profile {ranges}")
     return config

@@ -5,7 +5,13 @@
  * Conventions
  * - Every call that can fail returns dlm_status; results come through the trailing out-pointer, NULL or 0 on failure.
  * - Who creates destroys; destroying NULL is fine. Pointers passed in are borrowed for the call only, except where said.
- * - Structs that the caller fills start with struct_size: set them up with their _init function, then change fields.
+ * - Structs that the caller fills start with struct_size: set them up with their _init function, then change fields. They grow
+ *   at their end alone. A program that was compiled with an older header goes on: what its structs lack has its default, and
+ *   nothing is written behind their end. A struct that is larger than the library knows is refused with INVALID_ARGUMENT: the
+ *   program was compiled with the header of a newer library.
+ * - A function that fills such a struct before its struct_size is known is a macro over one that is told the size, name_sized,
+ *   which bindings in other languages call. The function behind the macro's name fills the struct of the first header of
+ *   DLM_ABI_VERSION 3, for programs that were compiled with that.
  * - Threads: a bundle may be shared by any number of threads; a session belongs to one thread at a time. A bundle must
  *   outlive its sessions.
  * - Nothing is printed, no global is kept, no exception and no exit leaves the library.
@@ -23,7 +29,8 @@ extern "C" {
 
 #define DLM_API __attribute__((visibility("default")))
 
-/* Raised when a struct or a call changes in a way that an older caller would not survive. */
+/* Raised when a struct or a call changes in a way that a program compiled before would not survive. It is not raised when a
+ * struct that starts with struct_size gets a field at its end, or the library a function. */
 #define DLM_ABI_VERSION 3
 DLM_API uint32_t dlm_abi_version(void);
 DLM_API const char *dlm_version(void); /* "0.1.0", static */
@@ -66,6 +73,8 @@ typedef struct dlm_denoiser {
   size_t eos_count;
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser *denoiser);
+DLM_API void dlm_denoiser_init_sized(dlm_denoiser *denoiser, size_t struct_size);
+#define dlm_denoiser_init(denoiser) dlm_denoiser_init_sized(denoiser, sizeof(dlm_denoiser))
 
 /* One pass of the denoiser, over the same positions of B requests that know nothing of each other. The engine reads the const
  * members and fills the others. B is 1 unless dlm_session_generate_batch or dlm_session_time_passes asks for more.
@@ -116,7 +125,25 @@ typedef struct dlm_policy {
   double temperature;      /* 0: argmax */
   uint64_t seed;           /* of "random" */
 } dlm_policy;
-DLM_API void dlm_policy_init(dlm_policy *policy); /* LLaDA's: static, confidence, blocks of 32, no cache */
+/* LLaDA's: static, confidence, blocks of 32, no cache. */
+DLM_API void dlm_policy_init(dlm_policy *policy);
+DLM_API void dlm_policy_init_sized(dlm_policy *policy, size_t struct_size);
+#define dlm_policy_init(policy) dlm_policy_init_sized(policy, sizeof(dlm_policy))
+
+enum { DLM_FIELD_CHOICE = 0 /* const char * */, DLM_FIELD_INT32 = 1, DLM_FIELD_DOUBLE = 2, DLM_FIELD_UINT64 = 3 };
+
+/* What the library knows of one field of dlm_policy, for tools and for bindings in other languages. */
+typedef struct dlm_policy_field {
+  const char *name;
+  int32_t kind;                /* DLM_FIELD_CHOICE, ... */
+  size_t offset;               /* bytes from the start of dlm_policy */
+  const char *const *choices;  /* of DLM_FIELD_CHOICE: its values, the default first and NULL behind the last; else NULL */
+  double initial;              /* of the others: the default, */
+  double lowest, highest;      /* and the range, both ends included */
+} dlm_policy_field;
+
+/* The fields in the order of dlm_policy, counted from 0 and without struct_size; NULL behind the last. Static. */
+DLM_API const dlm_policy_field *dlm_policy_field_at(size_t index);
 
 /* ---- Bundle --------------------------------------------------------------------------------------------------------- */
 
@@ -130,6 +157,8 @@ typedef struct dlm_open_options {
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options *options);
+DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struct_size);
+#define dlm_open_options_init(options) dlm_open_options_init_sized(options, sizeof(dlm_open_options))
 
 /* Engine "onnxruntime" takes kernels of this library where it is slow itself: the first of "avx512-vnni", "avx-vnni", "avx2" or
  * "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
@@ -151,8 +180,11 @@ DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser *denoiser, dlm_pa
                                             size_t message_capacity, dlm_bundle **bundle);
 DLM_API void dlm_bundle_destroy(dlm_bundle *bundle);
 
-/* What the loop knows of the denoiser; eos_token_ids points into the bundle. */
+/* What the loop knows of the denoiser; eos_token_ids points into the bundle. kv_heads or head_size is 0 where layers differ in it:
+ * loop.graph.ports.layers of the manifest has those of each. */
 DLM_API void dlm_bundle_denoiser(const dlm_bundle *bundle, dlm_denoiser *denoiser);
+DLM_API void dlm_bundle_denoiser_sized(const dlm_bundle *bundle, dlm_denoiser *denoiser, size_t struct_size);
+#define dlm_bundle_denoiser(bundle, denoiser) dlm_bundle_denoiser_sized(bundle, denoiser, sizeof(dlm_denoiser))
 
 /* The text of manifest.json as it was checked; "" for a callback bundle. Owned by the bundle. */
 DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
@@ -160,8 +192,8 @@ DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
 /* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
 DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 
-/* Fills *policy with a preset of the manifest; name NULL: the bundle's default. policy->struct_size must be set
- * (dlm_policy_init). DLM_NOT_FOUND lists the presets in message. A callback bundle has no presets. */
+/* Fills *policy, up to its struct_size, with a preset of the manifest; name NULL: the bundle's default. policy->struct_size
+ * must be set (dlm_policy_init). DLM_NOT_FOUND lists the presets in message. A callback bundle has no presets. */
 DLM_API dlm_status dlm_bundle_preset(const dlm_bundle *bundle, const char *name, char *message, size_t message_capacity,
                                      dlm_policy *policy);
 
@@ -176,17 +208,18 @@ DLM_API const char *dlm_session_last_error(const dlm_session *session);
 /* The canvas after one step. Pointers are valid until the next call on the session. */
 typedef struct dlm_step {
   const int32_t *canvas; /* [length] */
-  const int32_t *guess;  /* [length], the token that a still-masked, scored position would take now; -1 elsewhere */
+  const int32_t *guess;  /* [length], the token that a scored, still undecided position would take now; -1 elsewhere */
   const float *score;    /* [length], its score; 0 elsewhere */
   int32_t length;
   int32_t block_start, block_end; /* the block being filled, [start, end) */
   int32_t nfe;                    /* passes so far */
   int32_t committed;              /* positions committed by this step */
-  int32_t done;                   /* 1: no mask token is left */
+  int32_t done;                   /* 1: every position is decided */
 } dlm_step;
 
 /* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call
- * dlm_session_stats on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not destroy it. */
+ * dlm_session_stats and dlm_session_undecided on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not
+ * destroy it. */
 typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 
 typedef struct dlm_generate_options {
@@ -198,6 +231,8 @@ typedef struct dlm_generate_options {
   void *user;
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
+DLM_API void dlm_generate_options_init_sized(dlm_generate_options *options, size_t struct_size);
+#define dlm_generate_options_init(options) dlm_generate_options_init_sized(options, sizeof(dlm_generate_options))
 
 /* Where the time of a request went. The two kinds of passes are the engine's part; what the parts leave of total_s is the
  * loop's own bookkeeping. */
@@ -211,8 +246,8 @@ typedef struct dlm_stats {
   uint64_t cache_bytes; /* keys and values held for the request, at most; 0 without a cache */
 } dlm_stats;
 
-/* Fills the canvas and returns when no mask token is left. tokens: the given ones on entry (mask tokens among them are
- * filled too), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
+/* Fills the canvas and returns when every position is decided. tokens: the given ones on entry (mask tokens among them are
+ * undecided, as the new ones are), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
  * max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
  * the denoiser takes. stats may be NULL. */
 DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
@@ -243,6 +278,11 @@ DLM_API dlm_status dlm_session_start(dlm_session *session, const dlm_generate_op
                                      size_t count);
 DLM_API dlm_status dlm_session_step(dlm_session *session, dlm_step *step);
 DLM_API void dlm_session_stats(const dlm_session *session, dlm_stats *stats);
+
+/* Which positions of the request that runs, or ran last, are still undecided: [length], 1 for those, 0 for the given and the
+ * committed ones. What the canvas holds at an undecided position is what the denoiser sees there. Valid until the next call on
+ * the session; NULL and 0 where no request was started. length may be NULL. */
+DLM_API const uint8_t *dlm_session_undecided(const dlm_session *session, size_t *length);
 
 /* One full pass over tokens [count] (masks stay masked): raw logits of the given rows, [row_count, V], into logits, whose
  * capacity counts floats. Rows are not shifted. Drops a running request. */

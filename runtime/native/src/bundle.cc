@@ -7,6 +7,8 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <set>
+#include <utility>
 
 #include "error.h"
 #include "graph.h"
@@ -17,7 +19,7 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSchemaVersion = 1;
+constexpr int64_t kSchemaVersion = 2;
 constexpr size_t kManifestLimitBytes = 4 << 20;
 constexpr const char* kManifest = "manifest.json";
 
@@ -107,101 +109,69 @@ int32_t read_cache_type(const json::Value& graph) {
   graph.at("cache_dtype").refuse("expected \"float32\", \"float16\" or \"bfloat16\"");
 }
 
-Denoiser read_denoiser(const json::Value& root) {
-  const json::Value& d = root.object("denoiser");
-  d.refuse_unknown({"vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "mlp_size", "parameters",
-                    "max_canvas_length", "attention", "noise", "shift", "rope_theta", "norm_eps", "qkv_bias", "tied_head"});
-  if (d.string("attention") != "full") d.at("attention").refuse("this runtime runs \"full\" attention only");
-  if (d.string("noise") != "absorbing") d.at("noise").refuse("this runtime runs \"absorbing\" noise only");
-  const json::Value& tokens = root.object("tokens");
-  tokens.refuse_unknown({"mask", "eos", "pad"});
-  Denoiser out{};
-  const auto integer = [](const json::Value& object, const char* key, int64_t low, int64_t high) {
-    return static_cast<int32_t>(object.integer(key, low, high));
+int32_t read_size(const json::Value& object, const char* key, int32_t low, int32_t high) {
+  return static_cast<int32_t>(object.integer(key, low, high));
+}
+
+// Of each layer that keeps keys and values, in the order of the passes' arrays.
+CacheShape read_cache(const json::Value& graph) {
+  const auto element = static_cast<int32_t>(element_bytes(read_cache_type(graph)));
+  const json::Value& layers = graph.object("ports").at("layers");
+  if (layers.elements().empty() || layers.elements().size() > 1024) layers.refuse("expected 1 to 1024 layers");
+  CacheShape cache;
+  for (const json::Value& layer : layers.elements())
+    cache.push_back({read_size(layer, "kv_heads", 1, 4096), read_size(layer, "head_size", 1, 4096), element});
+  return cache;
+}
+
+constexpr size_t kPortNameLimit = 128;
+
+// Names reach an engine's library and messages for people: short, printable, and each of one port only.
+PortNames read_ports(const json::Value& graph) {
+  std::set<std::string> taken;
+  const auto name = [&](const json::Value& object, const char* key) {
+    const std::string& text = object.string(key);
+    const auto is_plain = [](unsigned char c) { return c > ' ' && c < 127; };
+    if (text.empty() || text.size() > kPortNameLimit || !std::all_of(text.begin(), text.end(), is_plain))
+      object.at(key).refuse("expected a port's name: 1 to 128 characters of printable ASCII without spaces");
+    if (!taken.insert(text).second) object.at(key).refuse("another port is called " + json::quoted(text) + " too");
+    return text;
   };
-  out.vocab_size = integer(d, "vocab_size", 3, 1 << 24);
-  out.layers = integer(d, "layers", 1, 1024);
-  out.kv_heads = integer(d, "kv_heads", 1, 4096);
-  out.head_size = integer(d, "head_size", 2, 4096);
-  out.max_canvas_length = integer(d, "max_canvas_length", 1, 1 << 24);
-  out.shift = integer(d, "shift", 0, 1);
-  out.has_cache = true;
-  out.mask_token_id = integer(tokens, "mask", 0, out.vocab_size - 1);
-  for (const json::Value& eos : tokens.array("eos")) {
+  const json::Value& ports = graph.object("ports");
+  ports.refuse_unknown(
+      {"input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits", "layers"});
+  PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"), name(ports, "top_token"),
+                  name(ports, "top_prob"),  name(ports, "entropy"),      name(ports, "logits"),     {}};
+  for (const json::Value& layer : ports.array("layers")) {
+    layer.refuse_unknown({"kv_heads", "head_size", "past_key", "past_value", "present_key", "present_value"});
+    names.layers.push_back({name(layer, "past_key"), name(layer, "past_value"), name(layer, "present_key"),
+                            name(layer, "present_value")});
+  }
+  return names;
+}
+
+Denoiser read_denoiser(const json::Value& loop) {
+  Denoiser out{};
+  out.vocab_size = read_size(loop, "vocab_size", 3, 1 << 24);
+  out.max_canvas_length = read_size(loop, "max_canvas_length", 1, 1 << 24);
+  out.shift = read_size(loop, "shift", 0, 1);
+  out.mask_token_id = read_size(loop, "mask_token_id", 0, out.vocab_size - 1);
+  for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
   }
-  const json::Value& graph = root.object("graph");
-  graph.refuse_unknown({"file", "device_file", "opset", "top_k", "cache_dtype", "inputs", "outputs"});
-  out.top_k = integer(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
-  out.kv_element_bytes = static_cast<int32_t>(element_bytes(read_cache_type(graph)));
-  // Nothing below is of use to the loop. It is checked all the same: other readers of a manifest that opened rely on it.
-  integer(d, "hidden_size", 1, 1 << 24);
-  integer(d, "heads", 1, 4096);
-  integer(d, "mlp_size", 1, 1 << 24);
-  d.integer("parameters", 1, int64_t{1} << 50);
-  d.number("rope_theta", 1, 1e9), d.number("norm_eps", 0, 1);
-  d.boolean("qkv_bias"), d.boolean("tied_head");
-  if (const json::Value& pad = tokens.at("pad"); !pad.is_null()) pad.integer(0, out.vocab_size - 1);
-  graph.integer("opset", 1, 1000);
-  for (const char* const key : {"inputs", "outputs"})
-    for (const json::Value& name : graph.array(key)) name.string();
+  const json::Value& graph = loop.object("graph");
+  out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
+  out.cache = read_cache(graph);
+  out.has_cache = true;
   return out;
 }
 
-constexpr int64_t kMany = 1 << 24;  // samples and states
-
-void check_threshold_point(const json::Value& point) {
-  point.refuse_unknown({"threshold", "quality", "nfe"});
-  point.number("threshold", 0, 1), point.number("quality", 0, 1), point.number("nfe", 0, static_cast<double>(kMany));
-}
-
-// How a quantised bundle's numbers were found. `simulated` alone is of use to the engine.
-void check_precision(const json::Value& precision) {
-  const auto given = [&](const char* key) -> const json::Value* {
-    const json::Value* found = precision.find(key);
-    return found == nullptr || found->is_null() ? nullptr : &precision.object(key);
-  };
-  precision.refuse_unknown({"name", "simulated", "recipe", "layers", "calibration", "threshold"});
-  precision.string("name"), precision.boolean("simulated");
-  if (precision.find("layers") != nullptr)
-    for (const json::Value& format : precision.object("layers").members()) format.string();
-  if (precision.find("recipe") != nullptr) {
-    const json::Value& recipe = precision.object("recipe");
-    recipe.refuse_unknown({"name", "layers", "observer", "solver", "smoothing", "rotate_down", "embedding"});
-    recipe.string("name"), recipe.string("observer"), recipe.string("solver"), recipe.boolean("rotate_down");
-    for (const json::Value& format : recipe.object("layers").members()) format.string();
-    if (recipe.find("smoothing") != nullptr) recipe.number("smoothing", 0, 1);
-    if (recipe.find("embedding") != nullptr) recipe.string("embedding");
-  }
-  if (const json::Value* const calibration = given("calibration")) {
-    calibration->refuse_unknown(
-        {"samples", "states", "sources", "data", "states_sha256", "seed", "preset", "calibrator"});
-    calibration->integer("samples", 0, kMany), calibration->integer("states", 0, kMany);
-    for (const json::Value& states : calibration->object("sources").members()) states.integer(0, kMany);
-    const json::Value& data = calibration->object("data");
-    data.refuse_unknown({"name", "samples", "sha256"});
-    data.string("name"), data.integer("samples", 0, kMany), data.string("sha256");
-    calibration->integer("seed", 0, INT64_MAX);
-    for (const char* const key : {"states_sha256", "preset", "calibrator"}) calibration->string(key);
-  }
-  if (const json::Value* const threshold = given("threshold")) {
-    threshold->refuse_unknown({"preset", "original", "reference", "refitted", "reached", "quality", "curve"});
-    threshold->string("preset"), threshold->string("quality"), threshold->boolean("reached");
-    for (const char* const key : {"original", "reference", "refitted"}) check_threshold_point(threshold->object(key));
-    for (const json::Value& point : threshold->array("curve")) check_threshold_point(point);
-  }
-}
-
-// What a bundle says of its origin, for people and for `dlm-export verify`.
-void check_origin(const json::Value& root) {
-  const json::Value& producer = root.object("producer");
-  producer.refuse_unknown({"name", "version"});
-  producer.string("name"), producer.string("version");
-  root.string("family"), root.string("architecture");
-  if (root.array("targets").empty()) root.at("targets").refuse("names no device: expected at least one target");
-  for (const json::Value& target : root.array("targets")) target.string();
-  check_precision(root.object("precision"));
+GraphSpec read_graph(const json::Value& graph, const json::Value& files, const std::string& folder, const Denoiser& denoiser) {
+  graph.refuse_unknown({"file", "device_file", "simulated", "top_k", "cache_dtype", "ports"});
+  if (graph.find("device_file") != nullptr) listed(files, graph.at("device_file"));
+  return {folder + "/" + listed(files, graph.at("file")), denoiser.vocab_size,        denoiser.top_k,   denoiser.cache,
+          read_cache_type(graph),                         graph.boolean("simulated"), read_ports(graph)};
 }
 
 Profile read_profile(const json::Value& profile) {
@@ -230,17 +200,16 @@ bool is_version(const std::string& text) {
   return !text.empty() && text.size() <= 40 && (numbers == 3 || numbers == 4);
 }
 
-// One of the bundle's engines. What its makers asked for and got (audit, device_bytes) is for people; it is checked too.
-// `is_run`: an engine is to be run, so what the entry rests on is compared too.
-EngineSpec read_engine(const json::Value& entry, const json::Value& root, const std::string& folder, bool is_run) {
+// One of the bundle's engines. `is_run`: an engine is to be run, so what the entry rests on is compared too.
+EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files, const std::string& folder,
+                       bool is_run) {
   const std::string& target = entry.key();
   const bool is_name = !target.empty() && target.size() <= 64 &&
                        target.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
   if (!is_name) entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
   const std::string again = "copy the bundle again, or build the engine again (dlm-export engine BUNDLE --target " + target +
                             " --force)";
-  entry.refuse_unknown({"file", "builder", "version", "sm", "graph", "profiles", "audit", "device_bytes", "seal"});
-  const json::Value &graph = root.object("graph"), &files = root.object("files");
+  entry.refuse_unknown({"file", "builder", "version", "sm", "built_from", "profiles", "seal"});
   EngineSpec engine;
   engine.target = target;
   engine.path = folder + "/" + listed(files, entry.at("file"));
@@ -256,17 +225,7 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& root, const 
   profiles.refuse_unknown({"prefill", "block"});
   engine.prefill = read_profile(profiles.object("prefill"));
   engine.block = read_profile(profiles.object("block"));
-  const json::Value& audit = entry.object("audit");
-  audit.refuse_unknown({"method", "layers", "fallbacks"});
-  if (audit.string("method") != "network" && audit.string("method") != "inspector")
-    audit.at("method").refuse("expected \"network\" or \"inspector\"");
-  for (const json::Value& format : audit.object("layers").members()) format.string();
-  for (const json::Value& fallback : audit.object("fallbacks").members()) {
-    fallback.refuse_unknown({"asked", "held"});
-    fallback.string("asked"), fallback.string("held");
-  }
-  entry.integer("device_bytes", 0, int64_t{1} << 50);
-  const json::Value& built_from = entry.object("graph");
+  const json::Value& built_from = entry.object("built_from");
   built_from.refuse_unknown({"judged", "device", "weights"});
   const std::pair<const char*, std::string> origins[] = {{"judged", listed(files, graph.at("file"))},
                                                          {"device", listed(files, graph.at("device_file"))},
@@ -277,47 +236,31 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& root, const 
   const std::string text = entry.canonical("seal");
   Sha256 hash;
   hash.update(text.data(), text.size());
-  if (read_hash(entry, "seal") != hash.hex() && is_run)
-    fail(DLM_BAD_BUNDLE, "engines.%s was edited after it was written: %s", target.c_str(), again.c_str());
+  if (read_hash(entry, "seal") != hash.hex() && is_run) entry.refuse("was edited after it was written: " + again);
   return engine;
 }
 
 dlm_policy read_preset(const json::Value& preset) {
-  dlm_policy policy;
-  dlm_policy_init(&policy);
-  preset.refuse_unknown({"select", "score", "commit", "compare", "schedule", "remask", "cache", "stop", "block_length",
-                         "steps_per_block", "refresh", "threshold", "factor", "entropy_bound", "timestep_eps", "temperature",
-                         "seed"});
-  const auto choice = [&](const char* key, const char*& value) {
-    if (const json::Value* found = preset.find(key)) {
-      value = canonical_choice(key, found->string());
-      if (value == nullptr) found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+  dlm_policy policy = default_policy();
+  std::vector<std::string_view> known;
+  for (const dlm_policy_field& field : kPolicyFields) known.push_back(field.name);
+  preset.refuse_unknown(known);
+  for (const dlm_policy_field& field : kPolicyFields) {
+    const json::Value* const found = preset.find(field.name);
+    if (found == nullptr) continue;
+    if (field.kind == DLM_FIELD_CHOICE) {
+      const char* const choice = canonical_choice(field, found->string());
+      if (choice == nullptr) found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+      set_field(policy, field, choice);
+    } else if (field.kind == DLM_FIELD_INT32) {
+      const auto lowest = static_cast<int64_t>(field.lowest), highest = static_cast<int64_t>(field.highest);
+      set_field(policy, field, static_cast<int32_t>(found->integer(lowest, highest)));
+    } else if (field.kind == DLM_FIELD_UINT64) {
+      set_field(policy, field, static_cast<uint64_t>(found->integer(0, INT64_MAX)));
+    } else {
+      set_field(policy, field, found->number(-1e300, 1e300));
     }
-  };
-  const auto number = [&](const char* key, double& value) {
-    if (const json::Value* found = preset.find(key)) value = found->number(-1e300, 1e300);
-  };
-  const auto integer = [&](const char* key, int32_t& value) {
-    if (const json::Value* found = preset.find(key)) value = static_cast<int32_t>(found->integer(0, 1 << 24));
-  };
-  choice("select", policy.select);
-  choice("score", policy.score);
-  choice("commit", policy.commit);
-  choice("compare", policy.compare);
-  choice("schedule", policy.schedule);
-  choice("remask", policy.remask);
-  choice("cache", policy.cache);
-  choice("stop", policy.stop);
-  integer("block_length", policy.block_length);
-  integer("steps_per_block", policy.steps_per_block);
-  integer("refresh", policy.refresh);
-  number("threshold", policy.threshold);
-  number("factor", policy.factor);
-  number("entropy_bound", policy.entropy_bound);
-  number("timestep_eps", policy.timestep_eps);
-  number("temperature", policy.temperature);
-  if (const json::Value* seed = preset.find("seed"))
-    policy.seed = static_cast<uint64_t>(seed->integer(0, INT64_MAX));
+  }
   try {
     check_policy(policy);
   } catch (const Error& error) {
@@ -329,36 +272,34 @@ dlm_policy read_preset(const json::Value& preset) {
 Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes, const std::string& engine) {
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
-  if (version != kSchemaVersion)
+  if (version < kSchemaVersion)
+    fail(DLM_BAD_BUNDLE,
+         "schema_version %lld is of an older dlm-export: build the bundle again with `dlm-export build CHECKPOINT -o BUNDLE "
+         "--force`",
+         static_cast<long long>(version));
+  if (version > kSchemaVersion)
     fail(DLM_BAD_BUNDLE, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
-  root->refuse_unknown({"schema_version", "producer", "family", "architecture", "denoiser", "tokens", "graph", "precision",
-                        "targets", "presets", "default_preset", "tokenizer", "chat_template", "engines", "files"});
+  // All but loop and files describe the bundle to people and to the exporter, which checks them by manifest.schema.json.
+  root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "precision", "targets", "tokenizer",
+                        "chat_template", "audits", "files"});
+  const json::Value &loop = root->object("loop"), &files = root->object("files");
+  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "graph", "presets",
+                       "default_preset", "engines"});
   Manifest manifest;
   manifest.text = text;
-  check_origin(*root);
-  manifest.denoiser = read_denoiser(*root);
-  const json::Value& presets = root->object("presets");
-  for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
-  manifest.default_preset = root->string("default_preset");
-  if (presets.find(manifest.default_preset) == nullptr) root->at("default_preset").refuse("is not one of presets");
-  const json::Value& files = root->object("files");
-  if (const json::Value* name = root->find("tokenizer"); name != nullptr && !name->is_null()) listed(files, *name);
-  if (const json::Value* chat = root->find("chat_template"); chat != nullptr && !chat->is_null()) {
-    chat->refuse_unknown({"file", "special_tokens"});
-    listed(files, chat->at("file"));
-    for (const json::Value& token : chat->object("special_tokens").members()) token.string();
-  }
-  const Denoiser& d = manifest.denoiser;
-  const json::Value& graph = root->object("graph");
-  manifest.graph = {folder + "/" + listed(files, graph.at("file")), d.vocab_size, d.top_k, d.cache(), read_cache_type(graph),
-                    root->object("precision").boolean("simulated")};
-  if (graph.find("device_file") != nullptr) listed(files, graph.at("device_file"));
+  manifest.denoiser = read_denoiser(loop);
+  const json::Value& graph = loop.object("graph");
+  manifest.graph = read_graph(graph, files, folder, manifest.denoiser);
   manifest.is_for_gpus = graph.find("device_file") != nullptr;
+  const json::Value& presets = loop.object("presets");
+  for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
+  manifest.default_preset = loop.string("default_preset");
+  if (presets.find(manifest.default_preset) == nullptr) loop.at("default_preset").refuse("is not one of presets");
   const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
-  if (root->find("engines") != nullptr)
-    for (const json::Value& entry : root->object("engines").members())
-      manifest.engines.push_back(read_engine(entry, *root, folder, is_run));
+  if (loop.find("engines") != nullptr)
+    for (const json::Value& entry : loop.object("engines").members())
+      manifest.engines.push_back(read_engine(entry, graph, files, folder, is_run));
   manifest.unhashed = check_files(files, folder, check_hashes, is_run);
   return manifest;
 }
@@ -401,8 +342,8 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("shift", d.shift, 0, 1);
   if (d.eos_count > 0 && d.eos_token_ids == nullptr) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_count = %zu is outside 0..1024", d.eos_count);
-  Denoiser out{d.vocab_size, d.mask_token_id, d.max_canvas_length, d.layers, d.kv_heads, d.head_size, d.top_k,
-               d.kv_element_bytes, d.shift, d.has_cache != 0, {}};
+  Denoiser out{d.vocab_size, d.mask_token_id, d.max_canvas_length, d.top_k, d.shift, d.has_cache != 0, {}, {}};
+  out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);
     if (d.eos_token_ids[i] == d.mask_token_id) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: an end token is the mask token");

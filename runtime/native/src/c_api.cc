@@ -3,10 +3,12 @@
 #include <cstring>
 #include <exception>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bundle.h"
@@ -85,13 +87,6 @@ dlm_status guarded(dlm_session* session, Body body) noexcept {
   return status;
 }
 
-template <typename Struct>
-void check_struct(const Struct& options, const char* name) {
-  if (options.struct_size != sizeof(Struct))
-    dlm::fail(DLM_INVALID_ARGUMENT, "%s: struct_size is %zu, expected %zu: start from %s_init", name, options.struct_size,
-              sizeof(Struct), name);
-}
-
 void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
@@ -115,9 +110,39 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
   return canvas;
 }
 
+// What every layer has; 0 where they differ.
+int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::*size) {
+  const int32_t first = cache.front().*size;
+  const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
+  return std::all_of(cache.begin(), cache.end(), same) ? first : 0;
+}
+
+dlm_denoiser default_denoiser() {
+  dlm_denoiser denoiser{};
+  denoiser.struct_size = sizeof denoiser;
+  denoiser.top_k = 2;
+  denoiser.kv_element_bytes = 4;
+  return denoiser;
+}
+
+dlm_open_options default_open_options() {
+  dlm_open_options options{};
+  options.struct_size = sizeof options;
+  options.engine = "auto";
+  options.check_hashes = 1;
+  return options;
+}
+
+dlm_generate_options default_generate_options() {
+  dlm_generate_options options{};
+  options.struct_size = sizeof options;
+  options.max_new_tokens = 128;
+  return options;
+}
+
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& name, const std::string& library,
                                          int threads) {
-  if (name == "none") return dlm::make_none(manifest.denoiser.cache());
+  if (name == "none") return dlm::make_none(manifest.denoiser.cache);
   if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
     if (manifest.engines.empty())
       dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\" for the CPU",
@@ -127,23 +152,28 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   return dlm::open_onnxruntime(manifest.graph, library, threads);
 }
 
-dlm::Policy read_options(const dlm_session& session, const dlm_generate_options* options) {
+dlm_generate_options take_options(const dlm_generate_options* options) {
   require(options, "options");
-  check_struct(*options, "dlm_generate_options");
+  const dlm_generate_options taken = dlm::take(*options, default_generate_options());
+  if (taken.steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", taken.steps);
+  return taken;
+}
+
+dlm::Policy choose_policy(const dlm_session& session, const dlm_policy* given) {
+  if (given != nullptr) return dlm::check_policy(*given);
   const dlm::Manifest& manifest = session.bundle.manifest;
-  dlm_policy fallback;
-  dlm_policy_init(&fallback);
   for (const auto& [name, preset] : manifest.presets)
-    if (name == manifest.default_preset) fallback = preset;
-  const dlm::Policy policy = dlm::check_policy(options->policy != nullptr ? *options->policy : fallback);
-  if (options->steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", options->steps);
-  return policy;
+    if (name == manifest.default_preset) return dlm::check_policy(preset);
+  return dlm::check_policy(dlm::default_policy());
 }
 
 dlm::Request make_request(const dlm_session& session, const dlm::Policy& policy, const dlm_generate_options& options,
                           const int32_t* tokens, size_t count, const std::string& name) {
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
-  dlm::Request request(denoiser, policy, check_canvas(denoiser, tokens, count, options.max_new_tokens), options.steps, name);
+  std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, options.max_new_tokens);
+  std::vector<uint8_t> undecided;
+  for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
+  dlm::Request request(denoiser, policy, std::move(canvas), std::move(undecided), options.steps, name);
   request.check_limits(*session.bundle.engine);
   return request;
 }
@@ -164,12 +194,11 @@ void check_capacity(size_t capacity, size_t needed) {
   dlm::fail(DLM_INVALID_ARGUMENT, "capacity = %zu holds fewer tokens than the canvas of %zu", capacity, needed);
 }
 
-void start(dlm_session& session, const dlm_generate_options* options, const int32_t* tokens, size_t count,
+void start(dlm_session& session, const dlm_generate_options& options, const int32_t* tokens, size_t count,
            size_t capacity = SIZE_MAX) {
-  session.batch.reset();
-  const dlm::Policy policy = read_options(session, options);
+  const dlm::Policy policy = choose_policy(session, options.policy);
   std::vector<dlm::Request> one;
-  one.push_back(make_request(session, policy, *options, tokens, count, ""));
+  one.push_back(make_request(session, policy, options, tokens, count, ""));
   check_capacity(capacity, one[0].canvas().size());
   session.batch.emplace(session.bundle.manifest.denoiser, policy, std::move(one));
 }
@@ -218,46 +247,33 @@ const char* dlm_status_name(dlm_status status) {
   }
 }
 
-void dlm_denoiser_init(dlm_denoiser* denoiser) {
-  if (denoiser == nullptr) return;
-  *denoiser = {};
-  denoiser->struct_size = sizeof *denoiser;
-  denoiser->top_k = 2;
-  denoiser->kv_element_bytes = 4;
+// Parentheses keep the macros away from the functions of programs that know the structs of the first header alone.
+void dlm_denoiser_init_sized(dlm_denoiser* denoiser, size_t struct_size) {
+  dlm::give(default_denoiser(), struct_size, denoiser);
+}
+void(dlm_denoiser_init)(dlm_denoiser* denoiser) {
+  dlm_denoiser_init_sized(denoiser, dlm::Sized<dlm_denoiser>::sizes.front());
 }
 
-void dlm_policy_init(dlm_policy* policy) {
-  if (policy == nullptr) return;
-  *policy = {};
-  policy->struct_size = sizeof *policy;
-  policy->select = "argmax";
-  policy->score = "confidence";
-  policy->commit = "static";
-  policy->compare = ">=";
-  policy->schedule = "even";
-  policy->remask = "none";
-  policy->cache = "none";
-  policy->stop = "eos";
-  policy->block_length = 32;
-  policy->threshold = 0.9;
-  policy->factor = 1.0;
-  policy->entropy_bound = 0.1;
-  policy->timestep_eps = 1e-3;
+void dlm_policy_init_sized(dlm_policy* policy, size_t struct_size) { dlm::give(dlm::default_policy(), struct_size, policy); }
+void(dlm_policy_init)(dlm_policy* policy) { dlm_policy_init_sized(policy, dlm::Sized<dlm_policy>::sizes.front()); }
+
+const dlm_policy_field* dlm_policy_field_at(size_t index) {
+  return index < std::size(dlm::kPolicyFields) ? &dlm::kPolicyFields[index] : nullptr;
 }
 
-void dlm_open_options_init(dlm_open_options* options) {
-  if (options == nullptr) return;
-  *options = {};
-  options->struct_size = sizeof *options;
-  options->engine = "auto";
-  options->check_hashes = 1;
+void dlm_open_options_init_sized(dlm_open_options* options, size_t struct_size) {
+  dlm::give(default_open_options(), struct_size, options);
+}
+void(dlm_open_options_init)(dlm_open_options* options) {
+  dlm_open_options_init_sized(options, dlm::Sized<dlm_open_options>::sizes.front());
 }
 
-void dlm_generate_options_init(dlm_generate_options* options) {
-  if (options == nullptr) return;
-  *options = {};
-  options->struct_size = sizeof *options;
-  options->max_new_tokens = 128;
+void dlm_generate_options_init_sized(dlm_generate_options* options, size_t struct_size) {
+  dlm::give(default_generate_options(), struct_size, options);
+}
+void(dlm_generate_options_init)(dlm_generate_options* options) {
+  dlm_generate_options_init_sized(options, dlm::Sized<dlm_generate_options>::sizes.front());
 }
 
 dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message, size_t message_capacity,
@@ -266,12 +282,8 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
   return guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(path, "path");
-    dlm_open_options chosen;
-    dlm_open_options_init(&chosen);
-    if (options != nullptr) {
-      check_struct(*options, "dlm_open_options");
-      chosen = *options;
-    }
+    dlm_open_options chosen = default_open_options();
+    if (options != nullptr) chosen = dlm::take(*options, chosen);
     const std::string engine = chosen.engine == nullptr ? "" : chosen.engine;
     if (engine != "auto" && engine != "onnxruntime" && engine != "tensorrt" && engine != "none")
       dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: auto, onnxruntime, tensorrt, none", engine.c_str());
@@ -303,10 +315,9 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
     require(bundle, "bundle");
     require(denoiser, "denoiser");
     if (run == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "run is NULL");
-    check_struct(*denoiser, "dlm_denoiser");
     auto opened = std::make_unique<dlm_bundle>();
-    opened->manifest.denoiser = dlm::check_denoiser(*denoiser);
-    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache());
+    opened->manifest.denoiser = dlm::check_denoiser(dlm::take(*denoiser, default_denoiser()));
+    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache);
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });
@@ -314,22 +325,26 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
 
 void dlm_bundle_destroy(dlm_bundle* bundle) { delete bundle; }
 
-void dlm_bundle_denoiser(const dlm_bundle* bundle, dlm_denoiser* denoiser) {
-  if (bundle == nullptr || denoiser == nullptr) return;
+void dlm_bundle_denoiser_sized(const dlm_bundle* bundle, dlm_denoiser* denoiser, size_t struct_size) {
+  if (bundle == nullptr) return;
   const dlm::Denoiser& d = bundle->manifest.denoiser;
-  dlm_denoiser_init(denoiser);
-  denoiser->vocab_size = d.vocab_size;
-  denoiser->mask_token_id = d.mask_token_id;
-  denoiser->max_canvas_length = d.max_canvas_length;
-  denoiser->layers = d.layers;
-  denoiser->kv_heads = d.kv_heads;
-  denoiser->head_size = d.head_size;
-  denoiser->top_k = d.top_k;
-  denoiser->kv_element_bytes = d.kv_element_bytes;
-  denoiser->shift = d.shift;
-  denoiser->has_cache = d.has_cache ? 1 : 0;
-  denoiser->eos_token_ids = d.eos_token_ids.data();
-  denoiser->eos_count = d.eos_token_ids.size();
+  dlm_denoiser told = default_denoiser();
+  told.vocab_size = d.vocab_size;
+  told.mask_token_id = d.mask_token_id;
+  told.max_canvas_length = d.max_canvas_length;
+  told.layers = static_cast<int32_t>(d.cache.size());
+  told.kv_heads = of_all_layers(d.cache, &dlm::CacheLayer::kv_heads);
+  told.head_size = of_all_layers(d.cache, &dlm::CacheLayer::head_size);
+  told.top_k = d.top_k;
+  told.kv_element_bytes = of_all_layers(d.cache, &dlm::CacheLayer::element_bytes);
+  told.shift = d.shift;
+  told.has_cache = d.has_cache ? 1 : 0;
+  told.eos_token_ids = d.eos_token_ids.data();
+  told.eos_count = d.eos_token_ids.size();
+  dlm::give(told, struct_size, denoiser);
+}
+void(dlm_bundle_denoiser)(const dlm_bundle* bundle, dlm_denoiser* denoiser) {
+  dlm_bundle_denoiser_sized(bundle, denoiser, dlm::Sized<dlm_denoiser>::sizes.front());
 }
 
 const char* dlm_bundle_manifest(const dlm_bundle* bundle) { return bundle == nullptr ? "" : bundle->manifest.text.c_str(); }
@@ -343,12 +358,12 @@ dlm_status dlm_bundle_preset(const dlm_bundle* bundle, const char* name, char* m
   return guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(policy, "policy");
-    check_struct(*policy, "dlm_policy");
+    dlm::check_size(*policy);
     const std::string wanted = name == nullptr ? bundle->manifest.default_preset : name;
     std::string known;
     for (const auto& [preset, fields] : bundle->manifest.presets) {
       if (preset == wanted) {
-        *policy = fields;
+        dlm::give(fields, policy->struct_size, policy);
         return;
       }
       known += (known.empty() ? "" : ", ") + preset;
@@ -380,12 +395,14 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options
   return guarded(session, [&] {
     require(length, "length");
     require(tokens, "tokens");
-    start(*session, options, tokens, count, capacity);
+    session->batch.reset();
+    const dlm_generate_options chosen = take_options(options);
+    start(*session, chosen, tokens, count, capacity);
     while (!session->batch->done()) {
       step(*session);
-      if (options->on_step == nullptr) continue;
+      if (chosen.on_step == nullptr) continue;
       const dlm_step view = running(*session).view();
-      if (options->on_step(options->user, &view) != 0) {
+      if (chosen.on_step(chosen.user, &view) != 0) {
         session->batch.reset();
         dlm::fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
       }
@@ -403,8 +420,9 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
   if (stats != nullptr) *stats = {};
   return guarded(session, [&] {
     session->batch.reset();
-    const dlm::Policy policy = read_options(*session, options);
-    if (options->on_step != nullptr)
+    const dlm_generate_options chosen = take_options(options);
+    const dlm::Policy policy = choose_policy(*session, chosen.policy);
+    if (chosen.on_step != nullptr)
       dlm::fail(DLM_INVALID_ARGUMENT, "on_step must be NULL: requests that run together have no step of their own");
     if (max_batch < 1 || max_batch > dlm::kMostRequests)
       dlm::fail(DLM_INVALID_ARGUMENT, "max_batch = %d is outside 1..%d", max_batch, dlm::kMostRequests);
@@ -414,7 +432,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
       const std::string name = "request " + std::to_string(i) + ": ";
       dlm::with_name(name, [&] {
         require(requests[i].tokens, "tokens");
-        made.push_back(make_request(*session, policy, *options, requests[i].tokens, requests[i].count, name));
+        made.push_back(make_request(*session, policy, chosen, requests[i].tokens, requests[i].count, name));
         check_capacity(requests[i].capacity, made.back().canvas().size());
       });
     }
@@ -447,7 +465,10 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
 
 dlm_status dlm_session_start(dlm_session* session, const dlm_generate_options* options, const int32_t* tokens,
                              size_t count) {
-  return guarded(session, [&] { start(*session, options, tokens, count); });
+  return guarded(session, [&] {
+    session->batch.reset();
+    start(*session, take_options(options), tokens, count);
+  });
 }
 
 dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
@@ -462,6 +483,12 @@ dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
 void dlm_session_stats(const dlm_session* session, dlm_stats* stats) {
   if (stats == nullptr) return;
   *stats = session != nullptr && session->batch ? session->batch->stats() : dlm_stats{};
+}
+
+const uint8_t* dlm_session_undecided(const dlm_session* session, size_t* length) {
+  const bool has_one = session != nullptr && session->batch && session->batch->requests().size() == 1;
+  if (length != nullptr) *length = has_one ? running(*session).undecided().size() : 0;
+  return has_one ? running(*session).undecided().data() : nullptr;
 }
 
 dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count, const int32_t* rows,

@@ -9,21 +9,25 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dlm_runtime.h"
 
 namespace dlm {
 
-// One layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch.
-struct CacheShape {
-  int32_t layers, kv_heads, head_size, element_bytes;
+// A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch.
+struct CacheLayer {
+  int32_t kv_heads, head_size, element_bytes;
 
   size_t row_bytes() const { return static_cast<size_t>(head_size) * static_cast<size_t>(element_bytes); }
-  size_t layer_bytes(int32_t batch, int32_t rows) const {
+  size_t tensor_bytes(int32_t batch, int32_t rows) const {
     return static_cast<size_t>(batch) * static_cast<size_t>(kv_heads) * static_cast<size_t>(rows) * row_bytes();
   }
 };
+
+// Every layer has its own.
+using CacheShape = std::vector<CacheLayer>;
 
 // What a pass does with the cache of its context.
 enum class CacheUse {
@@ -73,7 +77,7 @@ class Engine {
 // An engine whose passes read and write host memory. Its contexts keep the cache there and point dlm_pass at it.
 class HostEngine : public Engine {
  public:
-  explicit HostEngine(const CacheShape& cache) : cache_(cache) {}
+  explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
 
   std::unique_ptr<Context> open_context() final;
 
@@ -84,6 +88,15 @@ class HostEngine : public Engine {
   const CacheShape cache_;
 };
 
+// What a graph calls the inputs and outputs of a pass.
+struct PortNames {
+  struct Layer {
+    std::string past_key, past_value, present_key, present_value;
+  };
+  std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
+  std::vector<Layer> layers;
+};
+
 // What an engine must know of a bundle's graph; the manifest says it.
 struct GraphSpec {
   std::string path;  // of denoiser.onnx
@@ -91,6 +104,7 @@ struct GraphSpec {
   CacheShape cache;
   int32_t cache_type;  // ElementType of graph.h
   bool simulated;      // quantised values are computed on in floating point, as the graph is written
+  PortNames ports;     // as many layers as cache
 };
 
 // The smallest, the best and the largest of a size, as an engine's profile has them.
@@ -118,9 +132,9 @@ std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::stri
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const CacheShape& cache);
+std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, CacheShape cache);
 
 // For bundles that are opened to be looked at: every pass is refused with Error(DLM_UNSUPPORTED).
-std::unique_ptr<Engine> make_none(const CacheShape& cache);
+std::unique_ptr<Engine> make_none(CacheShape cache);
 
 }  // namespace dlm

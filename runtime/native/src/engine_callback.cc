@@ -7,8 +7,8 @@ namespace {
 
 class Callback final : public HostEngine {
  public:
-  Callback(dlm_pass_fn function, void* user, const CacheShape& cache)
-      : HostEngine(cache), function_(function), user_(user) {}
+  Callback(dlm_pass_fn function, void* user, CacheShape cache)
+      : HostEngine(std::move(cache)), function_(function), user_(user) {}
 
   void run(const dlm_pass& pass) override {
     const dlm_status status = function_(user_, &pass);
@@ -25,9 +25,9 @@ class Callback final : public HostEngine {
 
 }  // namespace
 
-std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const CacheShape& cache) {
+std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, CacheShape cache) {
   if (run == nullptr) fail(DLM_INVALID_ARGUMENT, "the pass callback is NULL");
-  return std::make_unique<Callback>(run, user, cache);
+  return std::make_unique<Callback>(run, user, std::move(cache));
 }
 
 }  // namespace dlm

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "engine.h"
 #include "error.h"
@@ -105,81 +106,109 @@ class Slots {
 class HostContext final : public Context {
  public:
   HostContext(HostEngine& engine, const CacheShape& cache)
-      : engine_(engine), cache_(cache), nothing_(static_cast<size_t>(cache.layers), nullptr) {}
+      : engine_(engine), cache_(cache), nothing_(cache.size(), nullptr), starts_(2 * cache.size()) {
+    for (size_t i = 0; i < cache.size(); ++i) {
+      const auto alike = [&](const Group& group) { return group.kv_heads == cache[i].kv_heads; };
+      auto found = std::find_if(groups_.begin(), groups_.end(), alike);
+      if (found == groups_.end()) found = groups_.insert(found, {cache[i].kv_heads, {}, {}});
+      found->layers.push_back(i);
+    }
+  }
 
   void run(const dlm_pass& wanted, CacheUse use) override {
     dlm_pass pass = wanted;
-    pass.layers = cache_.layers;
+    pass.layers = static_cast<int32_t>(cache_.size());
     pass.past_keys = pass.past_values = nothing_.data();
     const bool is_read = use == CacheUse::read || use == CacheUse::refresh;
     const bool is_written = use == CacheUse::write || use == CacheUse::refresh;
     if (use == CacheUse::write) lay_out(pass.batch, pass.tokens);
     if (is_read) {
-      point(past_, 0);
+      point(past_, pass.batch, 0);
       pass.past_keys = past_.keys.data();
       pass.past_values = past_.values.data();
     }
     if (is_written) {
-      point(present_, cache_.layer_bytes(pass.batch, pass.cached));
+      point(present_, pass.batch, pass.cached);
       pass.present_keys = present_.keys.data();
       pass.present_values = present_.values.data();
     }
     engine_.run(pass);
     if (!is_written) return;
-    const auto heads = static_cast<size_t>(pass.batch) * static_cast<size_t>(cache_.kv_heads);
-    slots_.note_written(heads, static_cast<int32_t>(pass.position_ids[0]), pass.tokens, pass.cached);
+    const auto first = static_cast<int32_t>(pass.position_ids[0]);
+    for (Group& group : groups_) {
+      const auto heads = static_cast<size_t>(pass.batch) * static_cast<size_t>(group.kv_heads);
+      group.slots.note_written(heads, first, pass.tokens, pass.cached);
+    }
   }
 
   void keep_outside(int32_t first, int32_t last) override {
-    const size_t row = cache_.row_bytes();
-    const std::vector<Slots::Move> moves = slots_.keep_outside(first, last);
-    for (size_t tensor = 0; tensor < 2 * static_cast<size_t>(cache_.layers); ++tensor) {
-      std::byte* const rows = storage_.get() + tensor * tensor_bytes_;
-      for (const Slots::Move& move : moves) {
-        std::byte *const from = rows + move.from * row, *const to = rows + move.to * row;
-        if (move.is_swap) std::swap_ranges(from, from + move.rows * row, to);
-        else std::memcpy(to, from, move.rows * row);
+    for (Group& group : groups_) {
+      const std::vector<Slots::Move> moves = group.slots.keep_outside(first, last);
+      for (const size_t layer : group.layers) {
+        const size_t row = cache_[layer].row_bytes();
+        for (const size_t start : {starts_[2 * layer], starts_[2 * layer + 1]}) apply(moves, storage_.get() + start, row);
       }
     }
   }
 
-  uint64_t cache_bytes() const override { return 2 * static_cast<uint64_t>(cache_.layers) * tensor_bytes_; }
+  uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
+  // Layers of as many heads: their rows lie, and move, alike.
+  struct Group {
+    int32_t kv_heads;
+    std::vector<size_t> layers;
+    Slots slots;
+  };
+
   struct Tensors {
     std::vector<void*> keys, values;  // [layers]
   };
 
+  static void apply(const std::vector<Slots::Move>& moves, std::byte* rows, size_t row) {
+    for (const Slots::Move& move : moves) {
+      std::byte *const from = rows + move.from * row, *const to = rows + move.to * row;
+      if (move.is_swap) std::swap_ranges(from, from + move.rows * row, to);
+      else std::memcpy(to, from, move.rows * row);
+    }
+  }
+
   // The storage grows and never shrinks; what it held is given back first.
   void lay_out(int32_t batch, int32_t length) {
     size_t bytes = 0;
-    tensor_bytes_ = cache_.layer_bytes(batch, length);
-    if (__builtin_mul_overflow(2 * static_cast<size_t>(cache_.layers), tensor_bytes_, &bytes)) throw std::bad_alloc();
-    if (bytes <= storage_bytes_) return;
-    storage_bytes_ = 0;
-    storage_.reset();
-    storage_.reset(new std::byte[bytes]);  // not make_unique, which would write zeros to all of it
-    storage_bytes_ = bytes;
+    for (size_t i = 0; i < starts_.size(); ++i) {
+      starts_[i] = bytes;
+      if (__builtin_add_overflow(bytes, cache_[i / 2].tensor_bytes(batch, length), &bytes)) throw std::bad_alloc();
+    }
+    used_bytes_ = 0;
+    if (bytes > storage_bytes_) {
+      storage_bytes_ = 0;
+      storage_.reset();
+      storage_.reset(new std::byte[bytes]);  // not make_unique, which would write zeros to all of it
+      storage_bytes_ = bytes;
+    }
+    used_bytes_ = bytes;
   }
 
-  // At what lies `offset` bytes into each tensor.
-  void point(Tensors& tensors, size_t offset) const {
-    const auto layers = static_cast<size_t>(cache_.layers);
-    tensors.keys.resize(layers);
-    tensors.values.resize(layers);
-    for (size_t i = 0; i < layers; ++i) {
-      tensors.keys[i] = storage_.get() + 2 * i * tensor_bytes_ + offset;
-      tensors.values[i] = storage_.get() + (2 * i + 1) * tensor_bytes_ + offset;
+  // At what lies behind `cached` rows a head in each tensor.
+  void point(Tensors& tensors, int32_t batch, int32_t cached) const {
+    tensors.keys.resize(cache_.size());
+    tensors.values.resize(cache_.size());
+    for (size_t i = 0; i < cache_.size(); ++i) {
+      const size_t offset = cache_[i].tensor_bytes(batch, cached);
+      tensors.keys[i] = storage_.get() + starts_[2 * i] + offset;
+      tensors.values[i] = storage_.get() + starts_[2 * i + 1] + offset;
     }
   }
 
   HostEngine& engine_;
-  const CacheShape cache_;
+  const CacheShape& cache_;                 // the engine's
   const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
-  std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...; tensor_bytes_ each
-  size_t storage_bytes_ = 0, tensor_bytes_ = 0;
+  std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...
+  std::vector<size_t> starts_;              // [2 * layers], where in the storage each of them starts
+  size_t storage_bytes_ = 0, used_bytes_ = 0;
   Tensors past_, present_;  // of the last pass that had them
-  Slots slots_;
+  std::vector<Group> groups_;
 };
 
 class None final : public HostEngine {
@@ -203,6 +232,6 @@ std::string Engine::limits() const { return ""; }
 
 std::unique_ptr<Context> HostEngine::open_context() { return std::make_unique<HostContext>(*this, cache_); }
 
-std::unique_ptr<Engine> make_none(const CacheShape& cache) { return std::make_unique<None>(cache); }
+std::unique_ptr<Engine> make_none(CacheShape cache) { return std::make_unique<None>(std::move(cache)); }
 
 }  // namespace dlm

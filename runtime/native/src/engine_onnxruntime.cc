@@ -160,10 +160,8 @@ class OnnxRuntime final : public HostEngine {
     }
     void add_output(const dlm_pass& pass, const Port& port, void* data) {
       if (data == nullptr) return;  // not asked for
-      const char* const name = port.name.c_str();
-      if (!port.is_there) fail(DLM_UNSUPPORTED, "the graph has no output \"%s\"; export it again with %s", name, name);
       scratch->outputs.push_back(engine_.tensor(pass, port, data));
-      scratch->output_names.push_back(name);
+      scratch->output_names.push_back(port.name.c_str());
     }
 
     std::unique_ptr<Scratch> scratch;
@@ -173,7 +171,7 @@ class OnnxRuntime final : public HostEngine {
   };
 
   const ort::Api& api() const { return library_.api; }
-  size_t layers() const { return static_cast<size_t>(graph_.cache.layers); }
+  size_t layers() const { return graph_.cache.size(); }
 
   void open_session(int threads) {
     Owned<OrtSessionOptions, ort::ReleaseSessionOptions> options(api());

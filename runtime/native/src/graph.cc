@@ -41,21 +41,22 @@ std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached
 }
 
 Ports list_ports(const GraphSpec& graph, int64_t batch) {
-  const int64_t kv_heads = graph.cache.kv_heads, head_size = graph.cache.head_size;
+  const PortNames& names = graph.ports;
   Ports ports;
-  ports.inputs = {{"input_ids", kInt64, {batch, kT}},
-                  {"position_ids", kInt64, {batch, kT}},
-                  {"score_rows", kInt64, {batch, kR}}};
-  ports.outputs = {{"top_token", kInt32, {batch, kR, graph.top_k}},
-                   {"top_prob", kFloat, {batch, kR, graph.top_k}},
-                   {"entropy", kFloat, {batch, kR}, true},
-                   {"logits", kFloat, {batch, kR, graph.vocab_size}}};
-  for (int32_t i = 0; i < graph.cache.layers; ++i) {
-    for (const char* const what : {"key.", "value."}) {
-      const std::string name = what + std::to_string(i);
-      ports.inputs.push_back({"past_" + name, graph.cache_type, {batch, kv_heads, kS, head_size}});
-      ports.outputs.push_back({"present_" + name, graph.cache_type, {batch, kv_heads, kT, head_size}});
-    }
+  ports.inputs = {{names.input_ids, kInt64, {batch, kT}},
+                  {names.position_ids, kInt64, {batch, kT}},
+                  {names.score_rows, kInt64, {batch, kR}}};
+  ports.outputs = {{names.top_token, kInt32, {batch, kR, graph.top_k}},
+                   {names.top_prob, kFloat, {batch, kR, graph.top_k}},
+                   {names.entropy, kFloat, {batch, kR}},
+                   {names.logits, kFloat, {batch, kR, graph.vocab_size}}};
+  for (size_t i = 0; i < names.layers.size(); ++i) {
+    const PortNames::Layer& layer = names.layers[i];
+    const CacheLayer& cache = graph.cache[i];
+    for (const std::string* const name : {&layer.past_key, &layer.past_value})
+      ports.inputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kS, cache.head_size}});
+    for (const std::string* const name : {&layer.present_key, &layer.present_value})
+      ports.outputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kT, cache.head_size}});
   }
   return ports;
 }
@@ -77,7 +78,7 @@ void note_port(const std::string& path, const char* kind, Port& port, int32_t ty
 
 void check_complete(const std::string& path, const char* kind, const std::vector<Port>& ports) {
   for (const Port& port : ports) {
-    if (!port.is_there && !port.is_optional) refuse_port(path, kind, port.name, "is missing");
+    if (!port.is_there) refuse_port(path, kind, port.name, "is missing");
   }
 }
 

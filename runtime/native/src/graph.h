@@ -26,15 +26,15 @@ struct Port {
   std::string name;
   int32_t type;
   Dims dims;
-  bool is_optional = false;
   bool is_there = false;
 
   // The dims in a pass of B requests, T tokens, S cached ones and R rows; as many as dims has, at most 4.
   std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
 };
 
-// inputs: input_ids, position_ids, score_rows, then past_key.i and past_value.i of every layer;
-// outputs: top_token, top_prob, entropy, logits, then present_key.i and present_value.i.
+// inputs: input_ids, position_ids, score_rows, then past key and past value of every layer;
+// outputs: top_token, top_prob, entropy, logits, then present key and present value. Their names are the manifest's; where they
+// are in the graph is found by name.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };

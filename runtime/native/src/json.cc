@@ -405,7 +405,7 @@ void Value::append_canonical(std::string& out, std::string_view without) const {
   }
 }
 
-void Value::refuse_unknown(std::initializer_list<std::string_view> known) const {
+void Value::refuse_unknown(const std::vector<std::string_view>& known) const {
   for (const Value& member : members()) {
     if (std::find(known.begin(), known.end(), member.key_) != known.end()) continue;
     member.refuse("unknown key; written by a newer dlm-export?");

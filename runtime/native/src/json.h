@@ -12,7 +12,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -74,7 +73,7 @@ class Value {
   std::string canonical(std::string_view without = {}) const;
 
   // Refuses the first member whose key is not among known: a reader that skipped it would do something else than meant.
-  void refuse_unknown(std::initializer_list<std::string_view> known) const;
+  void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:
   friend class Reader;

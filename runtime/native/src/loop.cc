@@ -105,15 +105,20 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   }
 }
 
-Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps, std::string name)
-    : denoiser_(denoiser), policy_(policy), name_(std::move(name)), canvas_(std::move(canvas)) {
+Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided,
+                 int32_t steps, std::string name)
+    : denoiser_(denoiser),
+      policy_(policy),
+      name_(std::move(name)),
+      canvas_(std::move(canvas)),
+      undecided_(std::move(undecided)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
   const auto length = static_cast<int32_t>(canvas_.size());
   is_given_.resize(canvas_.size());
   int32_t origin = length;  // blocks are counted from the first position that is not given
   for (int32_t i = length - 1; i >= 0; --i) {
-    is_given_[static_cast<size_t>(i)] = canvas_[static_cast<size_t>(i)] != denoiser_.mask_token_id;
+    is_given_[static_cast<size_t>(i)] = undecided_[static_cast<size_t>(i)] == 0;
     if (!is_given_[static_cast<size_t>(i)]) origin = i;
   }
   const int32_t block_length = policy_.block_length > 0 ? policy_.block_length : std::max(1, length - origin);
@@ -125,11 +130,11 @@ Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int
     Block block{};
     block.start = origin + number * block_length;
     block.end = static_cast<int32_t>(std::min<int64_t>(int64_t{block.start} + block_length, length));
-    for (int32_t i = block.start; i < block.end; ++i) block.masked += is_given_[static_cast<size_t>(i)] ? 0 : 1;
+    for (int32_t i = block.start; i < block.end; ++i) block.undecided += undecided_[static_cast<size_t>(i)];
     block.steps = steps > 0                      ? even_count(steps, number, count)
                   : policy_.steps_per_block > 0 ? policy_.steps_per_block
                                                  : block_length;
-    if (block.masked == 0) continue;
+    if (block.undecided == 0) continue;
     const int32_t last = policy_.cache == Cache::prefix ? length : block.end;
     block.opening = {0, length};
     block.rest = policy_.cache == Cache::none ? block.opening : Range{block.start, last};
@@ -154,12 +159,12 @@ void Request::check_limits(const Engine& engine) const {
   };
   const bool is_prefix = policy_.cache == Cache::prefix;
   for (const Block& block : blocks_) {
-    check(block.opening, block.masked,
+    check(block.opening, block.undecided,
           block.opening.tokens() == length ? "choose a shorter canvas or a smaller block_length"
           : is_prefix                      ? "choose cache = \"dual\", or refresh = 0"
                                            : "choose a smaller refresh or block_length, or refresh = 0");
-    if (policy_.cache == Cache::none || block.masked < 2) continue;  // a block of one is done after its opening pass
-    check(block.rest, block.masked - 1, is_prefix ? "choose cache = \"dual\"" : "choose a smaller block_length");
+    if (policy_.cache == Cache::none || block.undecided < 2) continue;  // a block of one is done after its opening pass
+    check(block.rest, block.undecided - 1, is_prefix ? "choose cache = \"dual\"" : "choose a smaller block_length");
   }
 }
 
@@ -170,10 +175,10 @@ bool Request::fits(const Request& other) const {
          std::equal(blocks_.begin(), blocks_.end(), other.blocks_.begin(), other.blocks_.end(), same);
 }
 
-size_t Request::find_masked() {
+size_t Request::find_positions() {
   positions_.clear();
   for (int32_t i = block().start; i < block().end; ++i)
-    if (canvas_[static_cast<size_t>(i)] == denoiser_.mask_token_id) positions_.push_back(i);
+    if (undecided_[static_cast<size_t>(i)] != 0) positions_.push_back(i);
   return positions_.size();
 }
 
@@ -217,9 +222,9 @@ void Request::score(const Predictions& predictions, Buffers& buffers) const {
   }
   // Of a block's passes, over a cache and a shifted denoiser, only the opening one has the row before the block, which predicts
   // its first position: that position is taken as sure there, so that it commits.
-  const bool is_first_masked = positions_[0] == block().start;
-  if (block_step_ == 0 && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_masked) {
-    // Never below another, whatever the graph calls a probability: left masked, it would be scored by row -1.
+  const bool is_first_undecided = positions_[0] == block().start;
+  if (block_step_ == 0 && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_undecided) {
+    // Never below another, whatever the graph calls a probability: left undecided, it would be scored by row -1.
     const double best = *std::max_element(buffers.scores.begin(), buffers.scores.end());
     buffers.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -227,10 +232,10 @@ void Request::score(const Predictions& predictions, Buffers& buffers) const {
 
 void Request::commit(const Predictions& predictions, Buffers& buffers) {
   const Block& block = blocks_[block_];
-  const auto masked = static_cast<int32_t>(positions_.size());
+  const auto undecided = static_cast<int32_t>(positions_.size());
   const int32_t planned = policy_.commit == Commit::timestep
-                              ? timestep_count(masked, block_step_, block.steps, policy_.timestep_eps)
-                              : even_count(block.masked, block_step_, block.steps);
+                              ? timestep_count(undecided, block_step_, block.steps, policy_.timestep_eps)
+                              : even_count(block.undecided, block_step_, block.steps);
   committed_ = choose(policy_, buffers.scores, planned, buffers.order);
   std::fill(guess_.begin(), guess_.end(), -1);
   std::fill(score_.begin(), score_.end(), 0.0f);
@@ -240,6 +245,7 @@ void Request::commit(const Predictions& predictions, Buffers& buffers) {
     const int32_t token = predictions.tokens[row * static_cast<size_t>(denoiser_.top_k)];
     if (rank < static_cast<size_t>(committed_)) {
       canvas_[position] = token;
+      undecided_[position] = 0;
     } else {
       guess_[position] = token;
       score_[position] = static_cast<float>(buffers.scores[row]);
@@ -252,11 +258,13 @@ void Request::finish_block() {
   const auto& eos = denoiser_.eos_token_ids;
   ++block_;
   block_step_ = 0;
-  if (!policy_.stop_at_eos) return;
+  if (policy_.stop != Stop::eos) return;
   for (int32_t i = block.start; i < block.end; ++i) {
     const auto at = static_cast<size_t>(i);
     if (is_given_[at] || std::find(eos.begin(), eos.end(), canvas_[at]) == eos.end()) continue;
-    std::replace(canvas_.begin(), canvas_.end(), denoiser_.mask_token_id, eos.front());
+    for (size_t later = 0; later < canvas_.size(); ++later)
+      if (undecided_[later] != 0) canvas_[later] = eos.front();
+    undecided_.assign(undecided_.size(), 0);
     block_ = blocks_.size();
     return;
   }
@@ -325,11 +333,11 @@ dlm_pass Batch::run_pass(const std::vector<Turn>& turns, Context& context, Buffe
   dlm_pass pass = prepare_pass(canvases, range.first, range.last, buffers);
   pass.cached = length - pass.tokens;
   size_t most = 0;
-  for (const Turn& turn : turns) most = std::max(most, turn.request->find_masked());
+  for (const Turn& turn : turns) most = std::max(most, turn.request->find_positions());
   buffers.score_rows.assign(rows_.size() * most, 0);  // a place that exists, where a request has fewer
   for (const Turn& turn : turns) {
     int64_t* row = buffers.score_rows.data() + turn.row * most;
-    for (const int32_t position : turn.request->masked()) *row++ = std::max(position - denoiser_.shift, 0) - range.first;
+    for (const int32_t position : turn.request->positions()) *row++ = std::max(position - denoiser_.shift, 0) - range.first;
   }
   prepare_scores(denoiser_, pass, buffers);
   buffers.entropy.resize(buffers.score_rows.size());

@@ -18,11 +18,10 @@ namespace dlm {
 
 // What the loop knows of a denoiser, checked.
 struct Denoiser {
-  int32_t vocab_size, mask_token_id, max_canvas_length, layers, kv_heads, head_size, top_k, kv_element_bytes, shift;
+  int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
+  CacheShape cache;  // at least one layer, and of no use where there is none
   std::vector<int32_t> eos_token_ids;
-
-  CacheShape cache() const { return {layers, kv_heads, head_size, kv_element_bytes}; }
 };
 
 // Inputs and outputs of passes, which outlive a batch, so that the next one of the same size allocates nothing.
@@ -50,14 +49,15 @@ class Request {
     int32_t tokens() const { return last - first; }
   };
   struct Block {
-    int32_t start, end, masked, steps;  // masked: at its start
-    Range opening, rest;                // what its first pass and its others run over
+    int32_t start, end, undecided, steps;  // undecided: at its start
+    Range opening, rest;                   // what its first pass and its others run over
   };
 
-  // The canvas holds the given tokens and a mask token wherever one is wanted; ids and length are checked already.
-  // steps > 0 plans that many passes for the whole generation. name: what its errors start with, such as "request 3: ".
-  // Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
-  Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, int32_t steps, std::string name = "");
+  // undecided says for each position of the canvas whether a token is wanted there, whatever token passes shall see until then;
+  // ids and lengths are checked already. steps > 0 plans that many passes for the whole generation. name: what its errors start
+  // with, such as "request 3: ". Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+  Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided,
+          int32_t steps, std::string name = "");
 
   // Throws Error(DLM_INVALID_ARGUMENT) if the request may need a pass that the engine does not take.
   void check_limits(const Engine& engine) const;
@@ -71,14 +71,15 @@ class Request {
   int32_t block_step() const { return block_step_; }
   const std::string& name() const { return name_; }
   const std::vector<int32_t>& canvas() const { return canvas_; }
+  const std::vector<uint8_t>& undecided() const { return undecided_; }  // by position, 1 or 0
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
 
-  // Finds the positions of the block that are still masked, which the next pass scores; returns how many they are.
-  size_t find_masked();
-  const std::vector<int32_t>& masked() const { return positions_; }  // ascending
+  // Finds the positions of the block that are undecided, which the next pass scores; returns how many they are.
+  size_t find_positions();
+  const std::vector<int32_t>& positions() const { return positions_; }  // ascending
 
-  // Commits after a pass that scored what find_masked found. Throws Error(DLM_ENGINE_FAILED) for impossible candidates.
+  // Commits after a pass that scored what find_positions found. Throws Error(DLM_ENGINE_FAILED) for impossible candidates.
   void step(const Predictions& predictions, Buffers& buffers);
 
  private:
@@ -90,11 +91,12 @@ class Request {
   Policy policy_;
   std::string name_;
   std::vector<int32_t> canvas_;
+  std::vector<uint8_t> undecided_;
   std::vector<bool> is_given_;
   std::vector<Block> blocks_;
   size_t block_ = 0;
   int32_t block_step_ = 0, nfe_ = 0;
-  std::vector<int32_t> positions_;  // what find_masked found
+  std::vector<int32_t> positions_;  // what find_positions found
   std::vector<int32_t> guess_;
   std::vector<float> score_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;

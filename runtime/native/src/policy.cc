@@ -10,79 +10,70 @@
 namespace dlm {
 namespace {
 
-struct Field {
-  const char* name;
-  std::vector<const char*> choices;
-};
-
-// In the order of the enums. What is not listed yet (sampling, remasking, the block cache) is refused by name.
-const std::vector<Field>& fields() {
-  static const std::vector<Field> all = {
-      {"select", {"argmax"}},
-      {"score", {"confidence", "margin", "entropy", "random"}},
-      {"commit", {"static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential"}},
-      {"compare", {">=", ">"}},
-      {"schedule", {"even"}},
-      {"remask", {"none"}},
-      {"cache", {"none", "prefix", "dual"}},
-      {"stop", {"none", "eos"}},
-  };
-  return all;
-}
-
-const Field& field(const std::string& name) {
-  for (const Field& f : fields())
-    if (name == f.name) return f;
-  fail(DLM_INTERNAL, "no policy field %s", name.c_str());
-}
-
-int choice(const char* name, const char* value) {
-  const Field& f = field(name);
-  std::string known;
-  for (size_t i = 0; i < f.choices.size(); ++i) {
-    if (value != nullptr && std::strcmp(value, f.choices[i]) == 0) return static_cast<int>(i);
-    known += std::string(i == 0 ? "" : ", ") + f.choices[i];
+// Whether the fields lie in dlm_policy one behind the other, up to its end.
+constexpr bool covers_dlm_policy() {
+  size_t end = sizeof(dlm_policy::struct_size);
+  for (const dlm_policy_field& field : kPolicyFields) {
+    const size_t bytes = field_bytes(field.kind);
+    if (field.offset != (end + bytes - 1) / bytes * bytes) return false;
+    end = field.offset + bytes;
   }
-  fail(DLM_INVALID_ARGUMENT, "policy: %s = \"%.40s\" is not one of: %s", name, value == nullptr ? "" : value, known.c_str());
+  return size_of<dlm_policy>(end) == sizeof(dlm_policy);
+}
+static_assert(covers_dlm_policy(), "dlm_policy has a field that DLM_POLICY_FIELDS lacks, or in another place");
+
+template <class Enum>
+void check(const char* name, const char* given, Enum& value) {
+  std::string known;
+  for (const Choice<Enum>& choice : Choices<Enum>::all) {
+    if (given != nullptr && std::strcmp(given, choice.name) == 0) {
+      value = choice.value;
+      return;
+    }
+    known += std::string(known.empty() ? "" : ", ") + choice.name;
+  }
+  fail(DLM_INVALID_ARGUMENT, "policy: %s = \"%.40s\" is not one of: %s", name, given == nullptr ? "" : given, known.c_str());
 }
 
-double number(const char* name, double value, double low, double high) {
-  if (!(value >= low && value <= high))
-    fail(DLM_INVALID_ARGUMENT, "policy: %s = %.10g is outside %.10g..%.10g", name, value, low, high);
-  return value;
+template <class Number>
+void check(const char* name, Number given, Number& value, double lowest, double highest) {
+  const auto number = static_cast<double>(given);
+  if (!(number >= lowest && number <= highest)) {
+    if (lowest == highest)
+      fail(DLM_UNSUPPORTED, "policy: %s = %.10g, but this version decodes at %s %.10g only", name, number, name, lowest);
+    fail(DLM_INVALID_ARGUMENT, "policy: %s = %.10g is outside %.10g..%.10g", name, number, lowest, highest);
+  }
+  value = given;
 }
 
 }  // namespace
 
-const char* canonical_choice(const std::string& name, const std::string& value) {
-  for (const char* known : field(name).choices)
-    if (value == known) return known;
+dlm_policy default_policy() {
+  dlm_policy policy{};
+  policy.struct_size = sizeof policy;
+#define DLM_CHOICE(field, type) policy.field = Choices<type>::all[0].name;
+#define DLM_NUMBER(field, type, initial, ...) policy.field = initial;
+  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
+#undef DLM_CHOICE
+#undef DLM_NUMBER
+  return policy;
+}
+
+const char* canonical_choice(const dlm_policy_field& field, const std::string& value) {
+  for (const char* const* known = field.choices; *known != nullptr; ++known)
+    if (value == *known) return *known;
   return nullptr;
 }
 
-Policy check_policy(const dlm_policy& p) {
-  if (p.struct_size != sizeof(dlm_policy))
-    fail(DLM_INVALID_ARGUMENT, "policy: struct_size is %zu, expected %zu: start from dlm_policy_init", p.struct_size,
-         sizeof(dlm_policy));
-  choice("select", p.select);
-  choice("schedule", p.schedule);
-  choice("remask", p.remask);
+Policy check_policy(const dlm_policy& given) {
+  const dlm_policy policy = take(given, default_policy());
   Policy out{};
-  out.score = static_cast<Score>(choice("score", p.score));
-  out.commit = static_cast<Commit>(choice("commit", p.commit));
-  out.compare_strictly = choice("compare", p.compare) == 1;
-  out.cache = static_cast<Cache>(choice("cache", p.cache));
-  out.stop_at_eos = choice("stop", p.stop) == 1;
-  out.block_length = static_cast<int32_t>(number("block_length", p.block_length, 0, 1 << 24));
-  out.steps_per_block = static_cast<int32_t>(number("steps_per_block", p.steps_per_block, 0, 1 << 24));
-  out.refresh = static_cast<int32_t>(number("refresh", p.refresh, 0, 1 << 24));
-  out.threshold = number("threshold", p.threshold, 0, 1);
-  out.factor = number("factor", p.factor, 0, 1e9);
-  out.entropy_bound = number("entropy_bound", p.entropy_bound, 0, 1e9);
-  out.timestep_eps = number("timestep_eps", p.timestep_eps, 1e-9, 1);
-  out.seed = p.seed;
-  if (p.temperature != 0)
-    fail(DLM_UNSUPPORTED, "policy: temperature = %g, but this version decodes at temperature 0 only (argmax)", p.temperature);
+#define DLM_CHOICE(field, type) check(#field, policy.field, out.field);
+#define DLM_NUMBER(field, type, initial, lowest, highest) \
+  check(#field, policy.field, out.field, lowest, static_cast<double>(highest));
+  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
+#undef DLM_CHOICE
+#undef DLM_NUMBER
   if (out.refresh > 0 && out.cache == Cache::none)
     fail(DLM_INVALID_ARGUMENT,
          "policy: refresh = %d, but cache = \"none\" keeps no rows to refresh: use cache = \"prefix\" or \"dual\", or refresh = 0",
@@ -91,7 +82,7 @@ Policy check_policy(const dlm_policy& p) {
       out.commit == Commit::threshold || out.commit == Commit::dynamic || out.commit == Commit::factor;
   if (wants_fraction && out.score == Score::entropy)
     fail(DLM_INVALID_ARGUMENT, "policy: commit = \"%s\" compares scores in 0..1, entropies are not: use score = \"confidence\"",
-         p.commit);
+         policy.commit);
   if (out.commit == Commit::entropy_bound) out.score = Score::entropy;  // the rule ranks by entropy
   return out;
 }
@@ -125,7 +116,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   const auto above = [&] {
     int32_t count = 0;
     while (count < size &&
-           (policy.compare_strictly ? ranked(count) > policy.threshold : ranked(count) >= policy.threshold))
+           (policy.compare == Compare::above ? ranked(count) > policy.threshold : ranked(count) >= policy.threshold))
       ++count;
     return count;
   };

@@ -52,8 +52,6 @@ class Session {
       fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows, but the engine takes %s", pass.batch, pass.tokens,
            pass.cached, pass.rows, engine_.limits().c_str());
     key.rows = rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
-    if (pass.entropy != nullptr && !has_entropy())
-      fail(DLM_UNSUPPORTED, "the engine has no output \"entropy\"; export it again with entropy");
     engine_.forget_errors();
     if (use == CacheUse::write) kept_ = 0;
     written_ = {0, 0};
@@ -80,51 +78,23 @@ class Session {
   // past goes behind present's rows and comes back with its new number of rows a head, in a few copies a tensor. To move only
   // the rows that change, as in host memory, would take some for every head of it: thousands, at microseconds each to start.
   void keep_outside(int32_t first, int32_t last) {
-    const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
+    const int32_t length = kept_ + hole_.tokens();
     const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
     if (!is_filled && (first > hole_.first || last < hole_.last))
       fail(DLM_INTERNAL, "rows outside %d..%d are to be kept, those of %d..%d are gone", first, last, hole_.first, hole_.last);
-    const size_t row = engine_.graph().cache.row_bytes();
-    const auto heads = static_cast<size_t>(engine_.graph().cache.kv_heads);
-    const size_t staged = heads * static_cast<size_t>(written_.tokens()) * row;  // present is as large as the longest canvas
-    // `rows` rows of every head, where a head has from_rows and to_rows.
-    const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows) {
-      if (rows <= 0) return;
-      CUDA_MEMCPY2D what{};
-      what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-      what.srcDevice = from;
-      what.dstDevice = to;
-      what.srcPitch = static_cast<size_t>(from_rows) * row;
-      what.dstPitch = static_cast<size_t>(to_rows) * row;
-      what.WidthInBytes = static_cast<size_t>(rows) * row;
-      what.Height = heads;
-      cuda_.check(cuda_.cuMemcpy2DAsync(&what, stream_.get()), "cuMemcpy2DAsync");
-    };
-    for (size_t i = 0; i < 2 * static_cast<size_t>(engine_.graph().cache.layers); ++i) {  // keys and values
-      const CUdeviceptr past = input(kFirstPast + i), present = output(kFirstPresent + i);
-      copy(past, kept_, present + staged, kept_, kept_);
-      // The positions [low, high) outside [first, last), all of them from the rows that start at position `at`.
-      const auto take = [&](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low, int32_t high) {
-        const auto part = [&](int32_t begin, int32_t end, int32_t to) {
-          copy(from + static_cast<size_t>(begin - at) * row, from_rows, past + static_cast<size_t>(begin - to) * row, kept,
-               end - begin);
-        };
-        part(low, std::min(high, first), 0);
-        part(std::max(low, last), high, last - first);
-      };
-      take(present + staged, kept_, 0, 0, hole_.first);
-      take(present, written_.tokens(), hole_.first, hole_.first, hole_.last);
-      take(present + staged, kept_, hole_.tokens(), hole_.last, length);
-    }
-    kept_ = kept;
+    const CacheShape& cache = engine_.graph().cache;
+    for (size_t i = 0; i < 2 * cache.size(); ++i)  // keys and values
+      move_rows(first, last, cache[i / 2], input(kFirstPast + i), output(kFirstPresent + i));
+    kept_ = length - (last - first);
     hole_ = {first, last};
     written_ = {0, 0};
   }
 
   uint64_t cache_bytes() const {
-    const CacheShape& cache = engine_.graph().cache;
-    const size_t present = cache.layer_bytes(1, kept_ + hole_.tokens()), past = cache.layer_bytes(1, kept_);
-    return 2 * static_cast<uint64_t>(cache.layers) * (present + past);
+    uint64_t bytes = 0;
+    for (const CacheLayer& layer : engine_.graph().cache)
+      bytes += 2 * (layer.tensor_bytes(1, kept_ + hole_.tokens()) + layer.tensor_bytes(1, kept_));  // present and past
+    return bytes;
   }
 
  private:
@@ -146,6 +116,40 @@ class Session {
 
   enum Staged : size_t { kStagedIds, kStagedPositions, kStagedRows, kStagedTokens, kStagedProbs, kStagedEntropy };
   enum Output : size_t { kTopToken, kTopProb, kEntropy, kLogits };
+
+  // One tensor's part of keep_outside.
+  void move_rows(int32_t first, int32_t last, const CacheLayer& layer, CUdeviceptr past, CUdeviceptr present) {
+    const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
+    const size_t row = layer.row_bytes();
+    const auto heads = static_cast<size_t>(layer.kv_heads);
+    const size_t staged = layer.tensor_bytes(1, written_.tokens());  // present is as large as the longest canvas
+    // `rows` rows of every head, where a head has from_rows and to_rows.
+    const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows) {
+      if (rows <= 0) return;
+      CUDA_MEMCPY2D what{};
+      what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+      what.srcDevice = from;
+      what.dstDevice = to;
+      what.srcPitch = static_cast<size_t>(from_rows) * row;
+      what.dstPitch = static_cast<size_t>(to_rows) * row;
+      what.WidthInBytes = static_cast<size_t>(rows) * row;
+      what.Height = heads;
+      cuda_.check(cuda_.cuMemcpy2DAsync(&what, stream_.get()), "cuMemcpy2DAsync");
+    };
+    copy(past, kept_, present + staged, kept_, kept_);
+    // The positions [low, high) outside [first, last), all of them from the rows that start at position `at`.
+    const auto take = [&](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low, int32_t high) {
+      const auto part = [&](int32_t begin, int32_t end, int32_t to) {
+        copy(from + static_cast<size_t>(begin - at) * row, from_rows, past + static_cast<size_t>(begin - to) * row, kept,
+             end - begin);
+      };
+      part(low, std::min(high, first), 0);
+      part(std::max(low, last), high, last - first);
+    };
+    take(present + staged, kept_, 0, 0, hole_.first);
+    take(present, written_.tokens(), hole_.first, hole_.first, hole_.last);
+    take(present + staged, kept_, hole_.tokens(), hole_.last, length);
+  }
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
     size_t bytes = element_bytes(port.type);
@@ -176,7 +180,6 @@ class Session {
 
   CUdeviceptr input(size_t port) const { return memory_.device(offsets_[port]); }
   CUdeviceptr output(size_t port) const { return memory_.device(offsets_[engine_.ports().inputs.size() + port]); }
-  bool has_entropy() const { return engine_.ports().outputs[kEntropy].is_there; }
 
   void synchronize() { cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize"); }
 
@@ -188,7 +191,7 @@ class Session {
                                static_cast<int64_t>(offsets_[working + 1] - offsets_[working]));
     if (!context->setOptimizationProfileAsync(profile, stream_.get())) engine_.fail_call("setOptimizationProfileAsync");
     const auto set = [&](const Port& port, CUdeviceptr address) {
-      if (port.is_there && !context->setTensorAddress(port.name.c_str(), pointer(address)))
+      if (!context->setTensorAddress(port.name.c_str(), pointer(address)))
         engine_.fail_call("setTensorAddress(\"" + port.name + "\")");
     };
     const Ports& ports = engine_.ports();
@@ -235,7 +238,7 @@ class Session {
     if (!context.enqueueV3(stream_.get())) engine_.fail_call("enqueueV3");
     take(kStagedTokens, kTopToken, candidates * sizeof(int32_t));
     take(kStagedProbs, kTopProb, candidates * sizeof(float));
-    if (has_entropy()) take(kStagedEntropy, kEntropy, rows * sizeof(float));
+    take(kStagedEntropy, kEntropy, rows * sizeof(float));
   }
 
   void launch(const PassKey& key) {

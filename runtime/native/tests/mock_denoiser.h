@@ -8,8 +8,15 @@
 
 namespace mock {
 
+struct Layer {
+  int32_t kv_heads, row_bytes;
+
+  int64_t bytes(int32_t rows) const { return static_cast<int64_t>(kv_heads) * rows * row_bytes; }
+};
+
 struct Shape {
-  int32_t layers, kv_heads, row_bytes, vocab, mask, top_k;
+  std::vector<Layer> layers;
+  int32_t vocab, mask, top_k;
 };
 
 struct Pass {
@@ -30,25 +37,28 @@ inline void denoise(const Shape& shape, const Pass& pass) {
   uint64_t seen = 1;
   for (int32_t i = 0; i < pass.tokens; ++i)
     seen = mix(mix(seen, static_cast<uint64_t>(pass.ids[i])), static_cast<uint64_t>(pass.positions[i]));
-  const auto bytes = [&](int32_t rows) { return static_cast<int64_t>(shape.kv_heads) * rows * shape.row_bytes; };
-  for (size_t layer = 0; 2 * layer < pass.past.size(); ++layer)
-    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+  for (size_t layer = 0; 2 * layer < pass.past.size(); ++layer) {
+    const Layer& of = shape.layers[layer];
+    for (int64_t head = 0; head < of.kv_heads; ++head) {
       uint64_t rows = 0;
       for (int64_t row = head * pass.cached; row < (head + 1) * pass.cached; ++row) {
         uint64_t one = 1;
         for (const uint8_t* const past : {pass.past[2 * layer], pass.past[2 * layer + 1]})
-          for (int64_t i = row * shape.row_bytes; i < (row + 1) * shape.row_bytes; ++i) one = mix(one, past[i]);
+          for (int64_t i = row * of.row_bytes; i < (row + 1) * of.row_bytes; ++i) one = mix(one, past[i]);
         rows += one;
       }
       seen = mix(seen, rows);
     }
-  for (size_t tensor = 0; tensor < pass.present.size(); ++tensor)
-    for (int64_t i = 0; i < bytes(pass.tokens); ++i) {
-      const int64_t row = i / shape.row_bytes % pass.tokens, head = i / shape.row_bytes / pass.tokens;
+  }
+  for (size_t tensor = 0; tensor < pass.present.size(); ++tensor) {
+    const Layer& of = shape.layers[tensor / 2];
+    for (int64_t i = 0; i < of.bytes(pass.tokens); ++i) {
+      const int64_t row = i / of.row_bytes % pass.tokens, head = i / of.row_bytes / pass.tokens;
       uint64_t value = mix(tensor + 100, static_cast<uint64_t>(head));
       value = mix(mix(value, static_cast<uint64_t>(pass.ids[row])), static_cast<uint64_t>(pass.positions[row]));
-      pass.present[tensor][i] = static_cast<uint8_t>(mix(value, static_cast<uint64_t>(i % shape.row_bytes)) >> 40);
+      pass.present[tensor][i] = static_cast<uint8_t>(mix(value, static_cast<uint64_t>(i % of.row_bytes)) >> 40);
     }
+  }
   for (int32_t r = 0; r < pass.rows; ++r) {
     const int64_t row = pass.score_rows[r];
     const uint64_t word = mix(mix(seen, static_cast<uint64_t>(pass.positions[row])), static_cast<uint64_t>(pass.ids[row]));

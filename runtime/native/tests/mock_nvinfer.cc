@@ -2,8 +2,10 @@
 //
 // Its "engine file" is text:
 //   mock-engine
-//   denoiser LAYERS KV_HEADS HEAD_SIZE VOCAB MASK TOP_K CACHE_TYPE   (types are nvinfer1::DataType's numbers)
+//   denoiser VOCAB MASK TOP_K CACHE_TYPE                             (types are nvinfer1::DataType's numbers)
+//   layer KV_HEADS HEAD_SIZE                                         (once a layer)
 //   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once a profile)
+//   rename PORT NAME                                                 (PORT then has that name alone)
 // and, to be a wrong one: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan", "chatty" (reports an
 // error and goes on).
 // $MOCK_TRT_VERSION is its version (default 10.14.1.48). Calls fail where $MOCK_CUDA_FAIL says so.
@@ -41,6 +43,7 @@ struct Tensor {
   DataType type;
   std::vector<int64_t> dims;
   bool is_on_host = false;
+  std::string role{};  // its name until it was renamed
 };
 
 size_t element_bytes(DataType type) { return type == DataType::kINT64 ? 8 : type == DataType::kHALF || type == DataType::kBF16 ? 2 : 4; }
@@ -61,9 +64,19 @@ struct Plan {
     if (!(in >> word) || word != "mock-engine") return false;
     while (in >> word) {
       if (word == "denoiser") {
-        int32_t head_size = 0, type = 0;
-        in >> shape.layers >> shape.kv_heads >> head_size >> shape.vocab >> shape.mask >> shape.top_k >> type;
-        list(head_size, static_cast<DataType>(type));
+        int32_t type = 0;
+        in >> shape.vocab >> shape.mask >> shape.top_k >> type;
+        cache = static_cast<DataType>(type);
+        list();
+      } else if (word == "layer") {
+        int32_t kv_heads = 0, head_size = 0;
+        in >> kv_heads >> head_size;
+        add_layer(kv_heads, head_size);
+      } else if (word == "rename") {
+        std::string old;
+        in >> old >> name;
+        for (auto& [known, tensor] : tensors)
+          if (known == old) known = name;
       } else if (word == "profile") {
         Range range{};
         for (auto* const sizes : {range.tokens, range.cached, range.rows}) in >> sizes[0] >> sizes[1] >> sizes[2];
@@ -86,7 +99,14 @@ struct Plan {
       }
       if (in.fail()) return false;
     }
-    return shape.layers > 0;
+    return !shape.layers.empty();
+  }
+
+  const std::string& name_of(const std::string& role) const {
+    for (const auto& [name, tensor] : tensors)
+      if (tensor.role == role) return name;
+    std::fprintf(stderr, "mock_nvinfer: no tensor %s\n", role.c_str());
+    std::abort();
   }
 
   Tensor* find(const std::string& name) {
@@ -97,11 +117,11 @@ struct Plan {
   }
 
  private:
-  void list(int32_t head_size, DataType cache) {
-    shape.row_bytes = head_size * static_cast<int32_t>(element_bytes(cache));
-    const auto put = [&](const std::string& name, bool is_input, DataType type, std::vector<int64_t> dims) {
-      tensors.push_back({name, {is_input, type, std::move(dims)}});
-    };
+  void put(const std::string& name, bool is_input, DataType type, std::vector<int64_t> dims) {
+    tensors.push_back({name, {is_input, type, std::move(dims), false, name}});
+  }
+
+  void list() {
     put("input_ids", true, DataType::kINT64, {-1, kT});
     put("position_ids", true, DataType::kINT64, {-1, kT});
     put("score_rows", true, DataType::kINT64, {-1, kR});
@@ -109,12 +129,18 @@ struct Plan {
     put("top_prob", false, DataType::kFLOAT, {-1, kR, shape.top_k});
     put("entropy", false, DataType::kFLOAT, {-1, kR});
     put("logits", false, DataType::kFLOAT, {-1, kR, shape.vocab});
-    for (int32_t i = 0; i < shape.layers; ++i)
-      for (const char* const what : {"key.", "value."}) {
-        put("past_" + (what + std::to_string(i)), true, cache, {-1, shape.kv_heads, kS, head_size});
-        put("present_" + (what + std::to_string(i)), false, cache, {-1, shape.kv_heads, kT, head_size});
-      }
   }
+
+  void add_layer(int32_t kv_heads, int32_t head_size) {
+    const std::string number = std::to_string(shape.layers.size());
+    shape.layers.push_back({kv_heads, head_size * static_cast<int32_t>(element_bytes(cache))});
+    for (const char* const what : {"key.", "value."}) {
+      put("past_" + (what + number), true, cache, {-1, kv_heads, kS, head_size});
+      put("present_" + (what + number), false, cache, {-1, kv_heads, kT, head_size});
+    }
+  }
+
+  DataType cache = DataType::kFLOAT;
 };
 
 Dims to_dims(const std::vector<int64_t>& dims, int64_t tokens, int64_t cached, int64_t rows) {
@@ -172,16 +198,16 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
     std::map<CUdeviceptr, CUdeviceptr> ranges;
     for (const auto& [name, tensor] : plan_.tensors)
       if (tensor.is_input && shapes_.count(name) == 0) return refuse("no shape for " + name);
-    const int64_t tokens = shapes_["input_ids"][1], cached = shapes_["past_key.0"][2], rows = shapes_["score_rows"][1];
-    if (shapes_["position_ids"][1] != tokens) return refuse("ids and positions differ");
+    const int64_t tokens = given("input_ids")[1], cached = given("past_key.0")[2], rows = given("score_rows")[1];
+    if (given("position_ids")[1] != tokens) return refuse("ids and positions differ");
     for (const auto& [name, tensor] : plan_.tensors) {
       const Dims dims = to_dims(tensor.dims, tokens, cached, rows);
       if (tensor.is_input && shapes_[name] != std::vector<int64_t>(dims.d, dims.d + dims.nbDims)) return refuse("another shape: " + name);
       size_t bytes = element_bytes(tensor.type);
       for (int32_t i = 0; i < dims.nbDims; ++i) bytes *= static_cast<size_t>(dims.d[i]);
       if (addresses_[name] == 0) return refuse("no address for " + name);
-      data[name] = mock::view(addresses_[name], bytes);
-      if (data[name] == nullptr) return refuse("outside device memory: " + name);
+      data[tensor.role] = mock::view(addresses_[name], bytes);
+      if (data[tensor.role] == nullptr) return refuse("outside device memory: " + name);
       if (!ranges.emplace(addresses_[name], addresses_[name] + std::max<size_t>(bytes, 1)).second) return refuse("an address twice: " + name);
     }
     if (working_bytes_ < kWorkingBytes[profile_]) return refuse("too little working memory");
@@ -199,7 +225,7 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
       pass.score_rows = static_cast<int64_t*>(data["score_rows"]);
       pass.top_tokens = static_cast<int32_t*>(data["top_token"]), pass.top_probs = static_cast<float*>(data["top_prob"]);
       pass.entropy = static_cast<float*>(data["entropy"]), pass.logits = static_cast<float*>(data["logits"]);
-      for (int32_t i = 0; i < plan.shape.layers; ++i)
+      for (size_t i = 0; i < plan.shape.layers.size(); ++i)
         for (const char* const what : {"key.", "value."}) {
           pass.past.push_back(static_cast<uint8_t*>(data["past_" + (what + std::to_string(i))]));
           pass.present.push_back(static_cast<uint8_t*>(data["present_" + (what + std::to_string(i))]));
@@ -269,6 +295,7 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
     logger_.log(nvinfer1::ILogger::Severity::kERROR, reason.c_str());
     return false;
   }
+  const std::vector<int64_t>& given(const std::string& role) { return shapes_[plan_.name_of(role)]; }
   Dims shape_of(const std::string& name, int32_t end) {
     const Plan::Range& range = plan_.profiles[static_cast<size_t>(profile_)];
     return to_dims(plan_.find(name)->dims, range.tokens[end], range.cached[end], range.rows[end]);

@@ -1,17 +1,23 @@
 // Generates with engine "tensorrt", over the mocks of CUDA and TensorRT, and with a callback engine that makes the same passes
 // in host memory, and compares. tests/test_native_tensorrt.py runs it, mostly under sanitizers.
 //
-//   tensorrt_driver BUNDLE [KEY=VALUE ...]   cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
+// The callback engine's layers are all alike, those of a bundle need not be: its layers are of one head as wide as the widest
+// layer of the bundle, and each pass is made on a copy in the bundle's own layout.
+//
+//   tensorrt_driver BUNDLE [KEY=VALUE ...]   layers: KV_HEADSxHEAD_SIZE of each, with commas between; cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
 //                                            engine, cycle: round r asks for r % cycle more tokens;
 //                                            alternate=1: every second round asks for no more
 //                                            batch: requests at once, all of the same tokens, in batches of max_batch
 //
 // Prints, a line each: "open STATUS text"; for every round and thread "round STATUS text", where text is "same" if both engines
 // gave the same canvas or logits; after every round "counts NAME=NUMBER ..."; last "live N".
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -22,7 +28,7 @@
 
 namespace {
 
-std::map<std::string, std::string> options = {{"cache", "none"}, {"commit", "static"}, {"score", "confidence"},
+std::map<std::string, std::string> options = {{"layers", ""},     {"cache", "none"}, {"commit", "static"}, {"score", "confidence"},
                                               {"block", "8"},    {"given", "5"},       {"new", "24"},
                                               {"infill", "0"},   {"rounds", "1"},      {"threads", "1"},
                                               {"logits", "0"},   {"engine", "tensorrt"},
@@ -31,25 +37,54 @@ std::map<std::string, std::string> options = {{"cache", "none"}, {"commit", "sta
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
+// Rows of a layer between the callback engine's layout, [rows, width], and the bundle's, [kv_heads, rows, row_bytes].
+std::vector<uint8_t> unpack(const mock::Layer& layer, const uint8_t* packed, int32_t rows, int32_t width) {
+  std::vector<uint8_t> out(static_cast<size_t>(layer.bytes(rows)));
+  for (int32_t head = 0; head < layer.kv_heads; ++head)
+    for (int32_t row = 0; row < rows; ++row)
+      std::memcpy(out.data() + (ptrdiff_t{head} * rows + row) * layer.row_bytes,
+                  packed + ptrdiff_t{row} * width + ptrdiff_t{head} * layer.row_bytes, static_cast<size_t>(layer.row_bytes));
+  return out;
+}
+
+void pack(const mock::Layer& layer, const std::vector<uint8_t>& from, uint8_t* packed, int32_t rows, int32_t width) {
+  for (int32_t head = 0; head < layer.kv_heads; ++head)
+    for (int32_t row = 0; row < rows; ++row)
+      std::memcpy(packed + ptrdiff_t{row} * width + ptrdiff_t{head} * layer.row_bytes,
+                  from.data() + (ptrdiff_t{head} * rows + row) * layer.row_bytes, static_cast<size_t>(layer.row_bytes));
+}
+
+int32_t widest(const mock::Shape& shape) {
+  int32_t width = 0;
+  for (const mock::Layer& layer : shape.layers) width = std::max(width, static_cast<int32_t>(layer.bytes(1)));
+  return width;
+}
+
 dlm_status run_pass(void* user, const dlm_pass* p) {
   const auto& shape = *static_cast<const mock::Shape*>(user);
+  const int32_t width = widest(shape);
   for (int32_t request = 0; request < p->batch; ++request) {
     mock::Pass pass{};
     const ptrdiff_t token = ptrdiff_t{request} * p->tokens, row = ptrdiff_t{request} * p->rows;
-    const ptrdiff_t bytes = ptrdiff_t{request} * shape.kv_heads * shape.row_bytes;
+    const ptrdiff_t bytes = ptrdiff_t{request} * width;
     pass.tokens = p->tokens, pass.cached = p->cached, pass.rows = p->rows;
     pass.ids = p->input_ids + token, pass.positions = p->position_ids + token, pass.score_rows = p->score_rows + row;
     pass.top_tokens = p->top_tokens + row * shape.top_k, pass.top_probs = p->top_probs + row * shape.top_k;
     pass.entropy = p->entropy == nullptr ? nullptr : p->entropy + row;
     pass.logits = p->logits == nullptr ? nullptr : p->logits + row * shape.vocab;
-    for (int32_t i = 0; i < p->layers; ++i) {
-      for (const void* const past : {p->past_keys[i], p->past_values[i]})
-        pass.past.push_back(static_cast<const uint8_t*>(past) + bytes * p->cached);
-      if (p->present_keys == nullptr) continue;
-      for (void* const present : {p->present_keys[i], p->present_values[i]})
-        pass.present.push_back(static_cast<uint8_t*>(present) + bytes * p->tokens);
-    }
+    std::vector<std::vector<uint8_t>> pasts, presents;  // keys and values of every layer
+    for (size_t i = 0; i < shape.layers.size(); ++i)
+      for (const void* const past : {p->past_keys[i], p->past_values[i]}) {
+        pasts.push_back(unpack(shape.layers[i], static_cast<const uint8_t*>(past) + bytes * p->cached, p->cached, width));
+        presents.emplace_back(static_cast<size_t>(shape.layers[i].bytes(p->tokens)));
+      }
+    for (const auto& past : pasts) pass.past.push_back(past.data());
+    for (auto& present : presents) pass.present.push_back(present.data());
     mock::denoise(shape, pass);
+    for (size_t i = 0; p->present_keys != nullptr && i < presents.size(); ++i) {
+      void* const present = (i % 2 == 0 ? p->present_keys : p->present_values)[i / 2];
+      pack(shape.layers[i / 2], presents[i], static_cast<uint8_t*>(present) + bytes * p->tokens, p->tokens, width);
+    }
   }
   return DLM_OK;
 }
@@ -136,8 +171,16 @@ int main(int argc, char** argv) {
   if (opened == DLM_OK) {
     dlm_denoiser denoiser;
     dlm_bundle_denoiser(bundle, &denoiser);
-    mock::Shape shape = {denoiser.layers,     denoiser.kv_heads,      denoiser.head_size * denoiser.kv_element_bytes,
-                         denoiser.vocab_size, denoiser.mask_token_id, denoiser.top_k};
+    mock::Shape shape = {{}, denoiser.vocab_size, denoiser.mask_token_id, denoiser.top_k};
+    std::istringstream layers(options["layers"]);
+    for (std::string layer; std::getline(layers, layer, ',');) {
+      int32_t kv_heads = 0, head_size = 0;
+      std::sscanf(layer.c_str(), "%dx%d", &kv_heads, &head_size);
+      shape.layers.push_back({kv_heads, head_size * denoiser.kv_element_bytes});
+    }
+    if (shape.layers.empty())
+      shape.layers.assign(static_cast<size_t>(denoiser.layers), {denoiser.kv_heads, denoiser.head_size * denoiser.kv_element_bytes});
+    denoiser.kv_heads = 1, denoiser.head_size = widest(shape) / denoiser.kv_element_bytes;
     if (dlm_bundle_from_callback(&denoiser, run_pass, &shape, message, sizeof message, &callback) != DLM_OK) return 1;
     const auto threads = static_cast<size_t>(number("threads"));
     std::vector<std::unique_ptr<Session>> sessions;

@@ -1,0 +1,45 @@
+"""What a build may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlm_export.judging.auto import AutoOptions
+from dlm_export.judging.judge import Budgets
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.tensorrt.estimate import EngineOptions
+
+
+@dataclass(frozen=True)
+class QuantiseOptions:
+    """How a quantised bundle is calibrated and judged. ``judged``: samples; ``budgets`` missed: no bundle is written."""
+
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    budgets: Budgets = field(default_factory=Budgets)
+    judged: int = 32
+    recipe_changes: Mapping[str, Any] = field(default_factory=dict)
+    calibrator: str = "own"
+    auto: AutoOptions = field(default_factory=AutoOptions)
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What is made of a source.
+
+    ``targets`` names one device or several GPUs; ``precision`` is a full one (fp32 and fp16 on a CPU, fp16 and bf16 on GPUs),
+    the name or file of a recipe, ``auto`` or ``stored``. ``activations`` (fp16, bf16) are of quantised bundles for GPUs,
+    None: as the source is stored. ``engine`` says how engines are built, None: not here. ``plain_graph`` writes elementary
+    operators only, for TensorRT before 10.14. ``force`` replaces the bundle that is there. ``check_parity=False`` skips
+    parity, and the judging of a quantised bundle, which ``quantise`` describes.
+    """
+
+    targets: tuple[str, ...] = ("cpu",)
+    precision: str = "fp32"
+    activations: str | None = None
+    engine: EngineOptions | None = None
+    plain_graph: bool = False
+    force: bool = False
+    check_parity: bool = True
+    quantise: QuantiseOptions = field(default_factory=QuantiseOptions)

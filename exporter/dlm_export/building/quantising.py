@@ -1,0 +1,153 @@
+"""The stages that find a recipe's numbers: states of the denoiser, the recipe itself where it is searched, calibration."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dlm_calibration.recipes import FORMATS, Recipe
+from dlm_calibration.states import State
+from dlm_export import families, targets
+from dlm_export.building.request import Job
+from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
+from dlm_export.graph import quantise as operands
+from dlm_export.graph import trace
+from dlm_export.judging import auto
+from dlm_export.memory import give_back
+from dlm_export.progress import Stages
+from dlm_export.quantising import calibrate, samples
+from dlm_export.sources import Source
+from dlm_export.targets import STORED
+from dlm_runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """The states that ranges come from, with the data they were made of and what the manifest says of both."""
+
+    data: samples.Data
+    states: list[State]
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantised:
+    """What these stages give. ``calibration``: None where neither a range nor a judge needs one; ``curve``: of ``auto``."""
+
+    numbers: calibrate.Quantisation
+    calibration: Calibration | None
+    curve: list[auto.CurvePoint] = field(default_factory=list)
+
+    def uses(self, activations: str) -> bool:
+        """Whether a layer's inputs are held in this number format."""
+        return any(FORMATS[name].activations == activations for name in self.numbers.formats.values())
+
+    @property
+    def is_simulated_on_cpu(self) -> bool:
+        """Whether a CPU has no arithmetic for one of the formats."""
+        return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
+
+    def precision_record(self) -> dict[str, Any]:
+        """What the manifest says of the precision."""
+        return {
+            "name": self.numbers.recipe.name,
+            **self.numbers.summary(),
+            "calibration": None if self.calibration is None else self.calibration.provenance,
+            "threshold": None,
+        }
+
+
+def quantise(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Quantised:
+    """Find the recipe's numbers. Raises CheckpointError, RecipeError, CalibrationError, TargetError."""
+    request, source = job.request, job.source
+    options = request.options.quantise
+    is_stored = request.options.precision == STORED
+    layers = source.network.quantisable()
+    recipe = stored_recipe(source) if is_stored else request.recipe
+    formats = None
+    if recipe is not None:
+        formats = recipe.formats(list(layers))
+        operands.check(layers, formats, for_tensorrt=request.on_gpu)
+    # A search measures on states; a pre-quantised checkpoint brings its ranges along.
+    needs_states = recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
+    calibration = None
+    if needs_states or request.options.check_parity:
+        calibration = _make_states(job, tokenizer, stages)
+    curve: list[auto.CurvePoint] = []
+    if recipe is None or formats is None:
+        assert calibration is not None
+        found = _search(job, calibration, stages)
+        recipe, curve = replace(found.recipe, **options.recipe_changes), found.curve
+        formats = recipe.formats(list(layers))
+    scale_dtype = trace.element_type(job.base).numpy()
+    if is_stored:
+        targets.check(request.targets, formats.values(), STORED)
+        numbers = calibrate.take_stored(source.parameters, source.network, recipe, formats, scale_dtype)
+        return Quantised(numbers, calibration)
+    states = [] if calibration is None else calibration.states
+    sweeps = calibrate.sweeps(recipe, formats, source.network, options.calibrator)
+    with stages.stage("calibrate", max(1, sweeps * len(states))) as advance:
+        numbers = calibrate.calibrate(
+            source.parameters,
+            source.network,
+            recipe,
+            formats,
+            states,
+            advance,
+            options.calibrator,
+            scale_dtype,
+        )
+    return Quantised(numbers, calibration, curve)
+
+
+def stored_recipe(source: Source) -> Recipe:
+    """The formats that a pre-quantised checkpoint came in. Raises CheckpointError if it is not one."""
+    quantised = source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
+    if not quantised:
+        raise CheckpointError(f"{source.path}: not a pre-quantised checkpoint; choose a precision to quantise it to")
+    layers = tuple((name.removesuffix(".weight"), ALGORITHMS[algorithm]) for name, algorithm in quantised.items())
+    return Recipe(STORED, layers)
+
+
+def _make_states(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Calibration:
+    source, options = job.source, job.request.options.quantise
+    data = samples.load_data(source.network, source.path, tokenizer, options.calibration)
+    with stages.stage("make states", len(data.calibration)) as advance:
+        denoiser = families.load(source.parameters, source.network, calibrate.holding_dtype(source.network))
+        states = list(samples.calibration_states(source, denoiser, data, options.calibration, advance))
+    del denoiser
+    give_back()
+    digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
+    provenance = {
+        "samples": len(data.calibration),
+        "states": len(states),
+        "sources": dict(Counter(state.source for state in states)),
+        "data": data.provenance(),
+        "states_sha256": digest,
+        "seed": options.calibration.seed,
+        "preset": job.preset,
+        "calibrator": options.calibrator,
+    }
+    return Calibration(data, states, provenance)
+
+
+def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
+    """``--precision auto``: the cheapest recipe within the budget."""
+    request, options = job.request, job.request.options.quantise
+    formats = auto.formats_for(request.targets, options.auto)
+    network = job.source.network
+    for name in formats if request.on_gpu else ():
+        operands.check(network.quantisable(), dict.fromkeys(network.quantisable(), name), for_tensorrt=True)
+    with stages.stage("search", auto.units(network, formats, len(calibration.states))) as advance:
+        return auto.search(
+            job.source,
+            calibration.states,
+            calibration.data.calibration[: options.judged],
+            formats,
+            job.source.presets[job.preset],
+            options.budgets.max_ce_increase,
+            options.calibration.seed,
+            advance,
+        )

@@ -1,0 +1,122 @@
+"""What was asked for, checked before any work: first alone, then against the source that it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dlm_calibration.recipes import FORMATS, Recipe
+from dlm_export import graph, targets
+from dlm_export.building.options import BuildOptions
+from dlm_export.graph import trace
+from dlm_export.judging import verify
+from dlm_export.quantising import modelopt, samples
+from dlm_export.sources import Source
+from dlm_export.targets import AUTO, STORED, Target, TargetError
+from dlm_export.tensorrt import builders, estimate
+from dlm_export.tensorrt.builders import Builder
+from dlm_export.tensorrt.estimate import EngineOptions
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options that were found good, and what their names stand for."""
+
+    options: BuildOptions
+    targets: tuple[Target, ...]
+    recipe: Recipe | None
+    """None in full precision, and where it is found on the way: ``auto``, ``stored``."""
+    builders: Mapping[str, Builder]
+    """Target -> what builds its engine here; those without are built on the device."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.targets[0].sm is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the graph is of elementary operators only."""
+        return self.targets[0].needs_plain_graph or self.options.plain_graph
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.options.precision not in graph.PRECISIONS
+
+    def base_of(self, source: Source) -> str:
+        """The precision of what is not quantised: parameters, activations, cache."""
+        if not self.is_quantised:
+            return self.options.precision
+        if not self.on_gpu:
+            return "fp32"
+        takes_bf16 = all("bf16" in target.full_precisions for target in self.targets)
+        return self.options.activations or ("bf16" if source.precision == "bf16" and takes_bf16 else "fp16")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request for one source: what every stage of its build starts from."""
+
+    request: Request
+    source: Source
+    base: str
+    """Full precision of what is not quantised."""
+    preset: str
+    """The loop whose canvases calibrate, and by which the bundle is judged."""
+
+
+def check_request(options: BuildOptions) -> Request:
+    """Raises TargetError, RecipeError, CalibrationError, EngineError for options that cannot be met, whatever the source."""
+    devices = targets.find_all(options.targets)
+    on_gpu = devices[0].sm is not None
+    recipe = targets.recipe_for(devices, options.precision)
+    if recipe is not None and options.quantise.recipe_changes:
+        recipe = replace(recipe, **options.quantise.recipe_changes)
+    if on_gpu and recipe is not None and recipe.embedding is not None:
+        raise TargetError("a quantised embedding table is for the CPU: leave --embedding out for GPUs")
+    if options.activations is not None:
+        if options.precision in graph.PRECISIONS or not on_gpu:
+            raise TargetError(f"activations in {options.activations} are for quantised bundles for GPUs")
+        targets.recipe_for(devices, options.activations)
+    if options.quantise.calibrator == "modelopt":
+        modelopt.require()
+    found = {}
+    if on_gpu and options.engine is not None:
+        for target in devices:
+            builder = builders.find_builder(target, options.engine)
+            if builder is not None:
+                found[target.name] = builder
+    return Request(options, tuple(devices), recipe, found)
+
+
+def check_job(request: Request, source: Source) -> Job:
+    """Raises RequestError, RecipeError, EngineError, DlmError if the source, this machine or a target is not up to it."""
+    options, network = request.options, source.network
+    preset, _ = samples.threshold_preset(network, source.presets, options.quantise.calibration.preset)
+    job = Job(request, source, request.base_of(source), preset)
+    if options.check_parity:
+        verify.check_host_memory(network.parameter_count())
+    if request.on_gpu and options.precision not in (AUTO, STORED):
+        _check_device_memory(job)
+    return job
+
+
+def _check_device_memory(job: Job) -> None:
+    """EngineError if a target's memory cannot hold what is asked, as far as it is known before anything is quantised."""
+    request, network = job.request, job.source.network
+    block_length = job.source.presets[job.source.default_preset].block_length
+    limits = estimate.limits_of(network.max_canvas_length, block_length, request.options.engine or EngineOptions())
+    weights_bytes = _planned_weight_bytes(job)
+    for target in request.targets:
+        estimate.check_memory(network, target, weights_bytes, limits, on_host=target.name in request.builders)
+
+
+def _planned_weight_bytes(job: Job) -> int:
+    network, recipe = job.source.network, job.request.recipe
+    layers = network.quantisable()
+    element_bytes = trace.element_type(job.base).itemsize
+    total = int(element_bytes * network.parameter_count())
+    for layer, name in ({} if recipe is None else recipe.formats(list(layers))).items():
+        if FORMATS[name].weights is not None:
+            inputs, outputs = layers[layer].inputs, layers[layer].outputs
+            total += FORMATS[name].weight_bytes(inputs, outputs) - int(element_bytes * inputs * outputs)
+    return total

@@ -1,0 +1,100 @@
+"""The stages that put text and graph into a bundle's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlm_calibration.formats import QuantisedWeight
+from dlm_export.building.quantising import Quantised
+from dlm_export.building.request import Job
+from dlm_export.checkpoints.tokenizer import TokenizerFiles
+from dlm_export.graph import functions, fuse, quantise, trace, widen, write
+from dlm_export.progress import Stages
+from dlm_export.quantising.calibrate import Quantisation
+from dlm_runtime.tokenizer import Tokenizer
+
+ReadParameter = Callable[[str, np.dtype], np.ndarray]
+"""Where ``write.write_graph`` gets an initialiser from, by name and element type."""
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A bundle's text files, as the runtime reads them. ``chat_template``: what the manifest says of it."""
+
+    tokenizer: Tokenizer | None = None
+    chat_template: dict[str, Any] | None = None
+
+
+def write_text(files: TokenizerFiles, folder: Path) -> Text:
+    """Tokenizer and chat template into the folder."""
+    if files.tokenizer is None:
+        return Text()
+    (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
+    template = None
+    if files.chat_template is not None:
+        template = folder / "chat_template.jinja"
+        template.write_text(files.chat_template, encoding="utf-8")
+    tokenizer = Tokenizer.from_files(folder / "tokenizer.json", template, files.special_tokens)
+    return Text(tokenizer, None if template is None else {"file": template.name, "special_tokens": files.special_tokens})
+
+
+def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> None:
+    """Trace the denoiser, give its layers their operands and operators, and write it with its weights."""
+    request, source = job.request, job.source
+    with stages.stage("trace graph", 1) as advance:
+        traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
+        device = traced.clone() if request.on_gpu else None
+        advance()
+    read: ReadParameter = source.parameters.read
+    if quantised is not None:
+        numbers, parts = quantised.numbers, {}
+        for form in filter(None, (traced, device)):
+            parts = quantise.rewrite(
+                form,
+                numbers.formats,
+                numbers.amax,
+                rotated=numbers.rotated,
+                embedding=numbers.recipe.embedding,
+                for_tensorrt=form is device,
+            )
+        read = _quantised_reader(numbers, parts)
+    if job.base == "bf16":
+        widen.compute_in_fp32(traced)
+    if not (request.on_gpu or request.is_plain):
+        fuse.fuse(traced)
+    with stages.stage("write weights", write.data_bytes(source.network, job.base)) as advance:
+        write.write_graph(traced, read, folder, advance, device)
+
+
+def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
+    """``parts``: the initialisers that belong to quantised layers, by name."""
+    held: dict[str, QuantisedWeight] = {}
+
+    def read(name: str, dtype: np.dtype) -> np.ndarray:
+        part = parts.get(name)
+        if part is None:
+            return numbers.parameters.read(name, dtype)
+        if part.layer not in held:
+            held.clear()  # a layer's parts are written one after the other
+            held[part.layer] = numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
+        array = part_of(held[part.layer], part)
+        return array if part.part == "codes" else array.astype(dtype, copy=False)
+
+    return read
+
+
+def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray:
+    """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
+    if part.part == "panels":
+        return functions.panels(weight.codes)
+    if part.part == "panel_scales":
+        return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
+    array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
+    if part.layer == "embed":
+        array = array.T if part.part == "codes" else array[:, None]
+    return np.ascontiguousarray(array) if array.ndim else array

@@ -1,0 +1,57 @@
+"""The command ``dlm-export``: its groups of commands, errors turned into one line, exit codes.
+
+Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 could not, 2 wrong usage, 3 parity, a budget or an
+engine's audit failed, 128 + n when a signal ended it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import Any
+
+import click
+
+from dlm_export.cli import building, inspecting, judging, planning, running
+from dlm_runtime.errors import DlmError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+COMMANDS = (
+    inspecting.inspect,
+    *(building.build, building.quantize, building.engine),
+    *(judging.verify, judging.compare),
+    *(running.run, running.bench),
+    *(planning.plan, planning.targets),
+)
+
+
+def _failure(error: DlmError) -> click.ClickException:
+    failure = click.ClickException(" ".join(str(error).split()))
+    failure.exit_code = error.exit_code  # type: ignore[misc]
+    return failure
+
+
+class _Group(click.Group):
+    """Turns our errors into one line and an exit code; everything else is a defect and keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            # A terminated build clears up as an interrupted one does.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            return super().invoke(ctx)
+        except DlmError as err:
+            raise _failure(err) from err
+        except ModuleNotFoundError as err:
+            if err.name is None or err.name.split(".")[0].startswith("dlm_"):
+                raise
+            raise click.ClickException(
+                f"{err.name} is not installed; this command needs the export extra: pip install 'dlm-export[export]'"
+            ) from err
+
+
+@click.group(cls=_Group, commands=COMMANDS, context_settings=CONTEXT)
+@click.version_option(package_name="dlm-export")
+def main() -> None:
+    """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof of parity."""

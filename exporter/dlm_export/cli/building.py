@@ -1,0 +1,219 @@
+"""Making bundles: ``build``, ``quantize``, ``engine``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dlm_export.cli.judging import print_judgement
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    ENGINE_OPTIONS,
+    OUTPUT_OPTIONS,
+    PRECISION_HELP,
+    QUANTISE_OPTIONS,
+    SOURCE_OPTIONS,
+    build_options,
+    check_build_options,
+    engine_options,
+    json_option,
+    options,
+    overrides,
+    refuse,
+    split,
+)
+from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
+
+if TYPE_CHECKING:
+    from dlm_export.build import BuildReport
+    from dlm_export.judging.auto import CurvePoint
+    from dlm_export.judging.threshold import Refit
+    from dlm_export.tensorrt.engine import Built
+
+LISTED = 8  # layers named before the rest is counted
+
+
+@click.command()
+@click.argument("checkpoint", type=CHECKPOINT)
+@options(OUTPUT_OPTIONS)
+@click.option("--precision", help=f"{PRECISION_HELP}  [default: fp32, fp16 on GPUs]")
+@options(SOURCE_OPTIONS, QUANTISE_OPTIONS)
+@json_option
+def build(checkpoint: Path, output: Path, **values: Any) -> None:
+    """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what quantisation costs.
+
+    Exit 3 when parity or a budget is missed; no bundle is written then.
+
+    Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o build/demo-int8
+    """
+    if values["precision"] is None:
+        values["precision"] = "fp32" if split(values["target"]) == ["cpu"] else "fp16"
+    _build(checkpoint, output, values)
+
+
+@click.command()
+@click.argument("source", type=CHECKPOINT)
+@options(OUTPUT_OPTIONS)
+@click.option("--precision", default="int8", show_default=True, help=PRECISION_HELP)
+@options(QUANTISE_OPTIONS)
+@json_option
+def quantize(source: Path, output: Path, **values: Any) -> None:
+    """Quantise a full-precision bundle, or a checkpoint, into a new bundle.
+
+    Example: dlm-export quantize build/demo --precision int4 -o build/demo-int4
+    """
+    _build(source, output, values)
+
+
+@click.command()
+@click.argument("bundle", type=CHECKPOINT)
+@click.option("--target", required=True, help="Device, or several with commas; `dlm-export targets` lists them.")
+@click.option("--force", is_flag=True, help="Replace the engine that is there.")
+@click.option("--remove", is_flag=True, help="Take the engine out of the bundle instead.")
+@options(ENGINE_OPTIONS)
+@json_option
+def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any) -> None:
+    """Build a TensorRT engine into a bundle that was built for GPUs. Needs no torch and no onnx.
+
+    TensorRT-RTX does it anywhere for RTX GPUs; for the others it is done on the device.
+
+    Example: dlm-export engine build/demo-nvfp4 --target thor
+    """
+    from dlm_export.bundle import read_manifest
+    from dlm_export.targets import find_all
+    from dlm_export.tensorrt.bundled import add_engine, remove_engine
+
+    if remove:
+        refuse(values, tuple(values), "is for building engines; --remove takes one out")
+    told = {}
+    for device in find_all(split(target)):
+        manifest = read_manifest(bundle)
+        if remove:
+            size = remove_engine(bundle, manifest, device)
+            told[device.name] = {"removed_bytes": size}
+            if not as_json:
+                click.echo(f"Removed the engine for {device.name}, {format_bytes(size)}")
+            continue
+        with Bars() as bars:
+            built = add_engine(bundle, manifest, device, engine_options(values), force=force, progress=bars)
+        for warning in built.warnings:
+            warn(f"TensorRT: {warning}")
+        told[device.name] = built.as_dict()
+        if not as_json:
+            print_engine(built, (bundle / built.entry["file"]).stat().st_size)
+    if as_json:
+        print_json({"engines": told})
+
+
+def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
+    """What ``build`` and ``quantize`` do."""
+    check_build_options(values)
+    from dlm_export.build import build as run_build
+
+    with Bars() as bars:
+        report = run_build(source, output, build_options(values), overrides=overrides(values), progress=bars)
+    if values["as_json"]:
+        print_json(report.as_dict())
+    else:
+        print_build(report)
+
+
+def print_build(report: BuildReport) -> None:
+    print_table("Stages", ["", "seconds"], [[name, f"{seconds:.2f}"] for name, seconds in report.stages_s.items()])
+    print_table(
+        f"Wrote {report.output}", ["", "size"], [[name, format_bytes(size)] for name, size in report.files_bytes.items()]
+    )
+    for built in report.engines:
+        print_engine(built, report.files_bytes[built.entry["file"]])
+    for target, command in report.deferred.items():
+        click.echo(f"No engine for {target} yet. Where it can be built (`dlm-export targets`): {command}")
+    for warning in report.warnings:
+        warn(warning)
+    if report.curve:
+        print_curve(report.curve)
+    if report.judgement is not None:
+        print_judgement(report.judgement)
+    if report.threshold is not None:
+        print_threshold(report.threshold)
+    if report.simulated:
+        click.echo(f"Simulated: a CPU computes {report.precision} in full precision on quantised values, exact but no faster.")
+    if report.parity is None:
+        click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
+    else:
+        worst = max(row.relative for row in report.parity.graph)
+        equal = sum(row.canvases_equal for row in report.parity.loop)
+        total = sum(row.canvases for row in report.parity.loop)
+        limit = report.parity.tolerance
+        click.echo(
+            f"Parity with PyTorch holds: logits within {worst:.1e} of their range ({limit.relative:.1e} allowed), "
+            f"{equal} of {total} canvases of random prompts equal ({limit.agreement:.0%} asked)"
+        )
+
+
+def print_engine(built: Built, size: int) -> None:
+    """An engine's size, builder, profiles, and what its layers are held in."""
+    from dlm_export.targets import sm_text
+
+    entry, audit = built.entry, built.audit
+    profiles = [
+        [name, *(" ".join(map(str, ranges[axis])) for axis in ("tokens", "cached", "rows"))]
+        for name, ranges in entry["profiles"].items()
+    ]
+    sms = ", ".join(sm_text(sm) for sm in entry["sm"])
+    what = f"{entry['file']}: {format_bytes(size)}, {entry['builder']} {entry['version']}, SM {sms}, {built.seconds:.1f} s"
+    click.echo(f"{what}, needs about {format_bytes(audit['device_bytes'])} on the device")
+    print_table("Profiles: min, opt, max", ["", "tokens", "cached", "rows"], profiles)
+    held = Counter(_block_left_out(layer, name) for layer, name in audit["layers"].items())
+    rows = [[layer, name, str(count)] for (layer, name), count in held.items()]
+    print_table(f"Layers as the {audit['method']} has them", ["layer", "held in", "count"], rows)
+    fallbacks = [f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in audit["fallbacks"].items()]
+    for fallback in fallbacks[:LISTED]:
+        warn(f"{fallback} (--allow-fallback)")
+    if len(fallbacks) > LISTED:
+        warn(f"and {len(fallbacks) - LISTED} more layers, in the manifest")
+
+
+def _block_left_out(layer: str, name: str) -> tuple[str, str]:
+    return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer), name
+
+
+def print_curve(curve: Sequence[CurvePoint]) -> None:
+    """The trade-off that ``--precision auto`` chose from: measured points, and some between."""
+    step = max(1, len(curve) // 12)
+    points = [point for i, point in enumerate(curve) if point.chosen or point.ce_increase is not None or i % step == 0]
+    rows = [
+        [
+            format_bytes(point.weight_bytes),
+            f"{point.predicted_kl:.2e}",
+            shown(point.ce_increase, "+.2%"),
+            ", ".join(f"{count} {name}" for name, count in sorted(point.formats.items())),
+            "chosen" if point.chosen else "",
+        ]
+        for point in points
+    ]
+    print_table("Trade-off", ["weights of layers", "predicted KL", "cross-entropy", "layers", ""], rows)
+
+
+def print_threshold(refit: Refit) -> None:
+    """The re-fitted threshold, with what it gives and costs."""
+    found = refit.as_dict()
+    reference, original, refitted = found["reference"], found["original"], found["refitted"]
+    kept = (
+        "gives the reference's quality back"
+        if found["reached"]
+        else "comes nearest to the reference's quality; none reaches it"
+    )
+    figures = "; ".join(
+        f"{name} {point['quality']:.3f} in {point['nfe']:.2f} passes"
+        for name, point in (
+            (f"{found['quality']} there", refitted),
+            (f"at {original['threshold']:g}", original),
+            ("the reference", reference),
+        )
+    )
+    click.echo(f"Threshold of {found['preset']}: {refitted['threshold']:g} {kept} ({figures})")

@@ -1,0 +1,167 @@
+"""What a checkpoint or a bundle is: ``inspect``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
+from dlm_export.cli.printing import format_bytes, print_json, print_table
+
+if TYPE_CHECKING:
+    from dlm_export.families.base import Overrides
+    from dlm_export.network.spec import LayerSpec, NetworkSpec
+
+
+@click.command()
+@click.argument("checkpoint", type=CHECKPOINT)
+@options(SOURCE_OPTIONS)
+@json_option
+def inspect(checkpoint: Path, as_json: bool, **values: Any) -> None:
+    """Show what a checkpoint is: family, parameters, network, memory a precision; or a bundle: files, engines, presets.
+
+    Example: dlm-export inspect examples/demo-denoiser
+    """
+    if (checkpoint / "manifest.json").is_file():
+        _inspect_bundle(checkpoint, as_json)
+    else:
+        _inspect_checkpoint(checkpoint, overrides(values), as_json)
+
+
+def _inspect_bundle(folder: Path, as_json: bool) -> None:
+    from dlm_export.bundle import read_manifest
+
+    manifest = read_manifest(folder)
+    if as_json:
+        print_json(manifest)
+    else:
+        print_bundle(folder, manifest)
+
+
+def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
+    from dlm_export import families
+    from dlm_export.checkpoints import tokenizer
+    from dlm_export.checkpoints.folder import Checkpoint
+    from dlm_export.graph import PRECISIONS
+
+    opened = Checkpoint(path)
+    network = families.read_network(opened, changed)
+    weights = families.open_weights(opened, network)  # names what is missing, extra or wrongly shaped
+    text = tokenizer.read(opened, network)
+    kinds = {"tokenizer": text.tokenizer is not None, "chat_template": text.chat_template is not None}
+    memory = {name: _memory(network, element_bytes) for name, element_bytes in PRECISIONS.items()}
+    unread = opened.config.unread()
+    if as_json:
+        print_json(
+            {
+                "checkpoint": str(path),
+                "parameters": network.parameter_count(),
+                "stored_bytes": opened.weight_bytes,
+                "quantisation": None if opened.quantisation is None else opened.quantisation.as_dict(),
+                "notes": weights.notes,
+                "unread_config_keys": unread,
+                "network": network.as_dict(),
+                "memory": memory,
+                **kinds,
+            }
+        )
+        return
+    dtypes = ", ".join(sorted({info.dtype for info in opened.tensors.values()}))
+    click.echo(f"{path}: {network.family} ({families.FAMILIES[network.family].description})")
+    click.echo(f"{network.parameter_count():,} parameters in {len(opened.tensors)} tensors of {dtypes}")
+    if opened.quantisation is not None:
+        click.echo(f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales")
+    for note in weights.notes:
+        click.echo(f"Note: {note}", err=True)
+    if unread:
+        names = ", ".join(unread)
+        click.echo(f"Note: nothing reads these keys of config.json; make sure that none changes the network: {names}", err=True)
+    click.echo(", ".join(f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in kinds.items()))
+    print_network(network)
+    rows = [
+        [n, format_bytes(m["weights_bytes"]), format_bytes(m["cache_bytes_per_token"]), format_bytes(m["cache_bytes"])]
+        for n, m in memory.items()
+    ]
+    print_table("Memory", ["precision", "weights", "keys and values a token", "for the longest canvas"], rows)
+
+
+def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
+    per_token = c.cache_bytes(element_bytes)
+    return {
+        "weights_bytes": c.parameter_count() * element_bytes,
+        "cache_bytes_per_token": per_token,
+        "cache_bytes": per_token * c.max_canvas_length,
+    }
+
+
+def print_network(network: NetworkSpec) -> None:
+    """What a denoiser is: its own fields, and a row for each run of layers that are alike."""
+    fields = ("architecture", "vocab_size", "hidden_size", "tied_head", "max_canvas_length", "shift")
+    ids = {"mask": network.mask_token_id, "end": network.eos_token_ids, "padding": network.pad_token_id}
+    rows = [[name.replace("_", " "), str(getattr(network, name))] for name in fields]
+    print_table("Network", ["", ""], [*rows, ["token ids", ", ".join(f"{name} {value}" for name, value in ids.items())]])
+    runs: list[list[Any]] = []
+    for i, layer in enumerate(network.layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i, layer])
+    rows = [[f"{first}..{last}" if last > first else str(first), *_layer_words(layer)] for first, last, layer in runs]
+    print_table("Layers", ["", "attention", "positions", "MLP", "norms"], rows)
+
+
+def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
+    from dlm_export.network.spec import MlpSpec
+
+    a, mlp, rope = layer.attention, layer.mlp, layer.attention.rope
+    visible = a.visibility if a.block_length is None else f"{a.visibility} of {a.block_length}"
+    extras = {f"window {a.window}": a.window is not None, "q/k norm": a.qk_norm, "q/k/v bias": a.qkv_bias, "bias": a.out_bias}
+    heads = f"{a.heads} heads of {a.head_size}" + (f", {a.kv_heads} of keys" if a.group > 1 else "")
+    attention = ", ".join([visible, heads, *(name for name, there in extras.items() if there)])
+    positions = "none" if rope is None else f"theta {rope.theta:g}"
+    if rope is not None:
+        positions += f", {rope.fraction:g} of a head" * (rope.fraction < 1)
+        positions += f", scaled by {rope.scaling:g}" * (rope.scaling != 1)
+    if isinstance(mlp, MlpSpec):
+        inside = f"{mlp.size}, {mlp.activation}"
+    else:
+        inside = f"{mlp.active} of {mlp.count} experts of {mlp.size}, {mlp.activation}"
+        inside += f", one of {mlp.shared_size} for all" * (mlp.shared_size > 0)
+    return attention, positions, inside, f"{', '.join(layer.norms)}; eps {layer.norm_eps:g}"
+
+
+def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """What a bundle is: denoiser, precision, files, engines."""
+    from dlm_export.bundle import network_of
+    from dlm_export.targets import sm_text
+
+    loop, audits = manifest["loop"], manifest.get("audits", {})
+    click.echo(f"{folder}: a bundle of {manifest['network']['architecture']}, {manifest['network']['parameters']:,} parameters")
+    cache = loop["graph"]["cache_dtype"]
+    click.echo(f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache")
+    click.echo(f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}")
+    print_network(network_of(manifest))
+    print_table("Files", ["", "size"], [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()])
+    rows = [
+        [
+            name,
+            ", ".join(sm_text(sm) for sm in entry["sm"]),
+            f"{entry['builder']} {entry['version']}",
+            *_audited(audits.get(name)),
+        ]
+        for name, entry in loop.get("engines", {}).items()
+    ]
+    if rows:
+        print_table("Engines", ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"], rows)
+
+
+def _audited(audit: Mapping[str, Any] | None) -> list[str]:
+    """What an engine's layers are held in, how many are not as asked, and its memory on the device."""
+    if audit is None:
+        return ["-"] * 3
+    held = ", ".join(f"{count} {held}" for held, count in Counter(audit["layers"].values()).items())
+    return [held, str(len(audit["fallbacks"])), format_bytes(audit["device_bytes"])]

@@ -1,0 +1,240 @@
+"""Proving bundles: ``verify``, ``compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dlm_export.cli.options import (
+    BUDGETS,
+    CHECKPOINT,
+    JUDGE_OPTIONS,
+    budgets,
+    cpu_engine_option,
+    json_option,
+    options,
+    refuse,
+    threads_option,
+)
+from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
+from dlm_runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from dlm_export.judging.judge import Judgement
+    from dlm_export.judging.verify import Parity
+    from dlm_export.sources import Source
+    from dlm_runtime import Bundle
+
+
+@click.command()
+@click.argument("bundle", type=CHECKPOINT)
+@click.option(
+    "--checkpoint", required=True, type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from."
+)
+@click.option("--prompts", type=CHECKPOINT, help="Text file, a prompt a line, instead of random token ids.")
+@click.option("--count", type=click.IntRange(1, 1000), default=4, show_default=True, help="Prompts to compare.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Mask tokens a canvas.")
+@options(JUDGE_OPTIONS)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for accuracy.json and report.html of a quantised bundle.",
+)
+@cpu_engine_option
+@threads_option
+@json_option
+def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
+    """Compare a bundle with what it was built from, in PyTorch.
+
+    A bundle in fp32 or fp16: logits a mask-ratio bucket, whole canvases token by token. A quantised one: what it costs, on
+    samples of --data. Exit 3 when a tolerance or a budget is missed.
+
+    Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase 0.01
+    """
+    import dlm_runtime
+    from dlm_export import families, graph
+    from dlm_export.families.base import Overrides
+    from dlm_export.judging.verify import check_parity, check_same_denoiser, parity_units, random_prompts, require_parity
+    from dlm_export.sources import open_source
+    from dlm_runtime.manifest import check_manifest
+
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        manifest = opened.manifest
+        check_manifest(manifest, bundle)
+        overrides = Overrides(opened.mask_token_id, opened.max_canvas_length)
+        source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
+        check_same_denoiser(bundle, manifest, source.network)
+        if manifest["precision"]["name"] not in graph.PRECISIONS:
+            refuse(values, ("prompts",), "is for bundles in fp32 or fp16; samples to judge by go into --data")
+            _verify_quantised(bundle, source, values)
+            return
+        why = "is for quantised bundles; parity has tolerances of its own"
+        refuse(values, (*BUDGETS, "data", "calib_preset", "report"), why)
+        presets = {name: opened.policy(name) for name in manifest["loop"]["presets"]}
+        count, prompts = values["count"], values["prompts"]
+        if prompts is None:
+            chosen = random_prompts(source.network, count, values["seed"])
+        else:
+            chosen = _read_prompts(prompts, opened, count)
+    with Bars() as bars:
+        bars.start("check parity", parity_units(presets, len(chosen)))
+        parity = check_parity(
+            bundle,
+            source.network,
+            lambda: families.load(source.parameters, source.network),
+            presets,
+            manifest["precision"]["name"],
+            prompts=chosen,
+            max_new_tokens=values["max_new_tokens"],
+            seed=values["seed"],
+            engine=values["engine"],
+            threads=values["threads"],
+            progress=bars,
+        )
+    if values["as_json"]:
+        print_json(parity.as_dict())
+    else:
+        print_parity(parity)
+    require_parity(parity, str(bundle))
+
+
+def _judging(values: dict[str, Any]) -> dict[str, Any]:
+    """What ``verify`` and ``compare`` judge by, as arguments of ``accuracy``."""
+    from dlm_export.quantising.samples import CalibrationOptions
+
+    return {
+        "options": CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"]),
+        "judged": values["judged"],
+        "budgets": budgets(values),
+        "engine": values["engine"],
+        "threads": values["threads"],
+        "warn": warn,
+    }
+
+
+def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
+    from dlm_export.judging import accuracy
+
+    with Bars() as bars:
+        judgement = accuracy.judge_bundle(bundle, source, **_judging(values), progress=bars)
+    if values["report"] is not None:
+        for path in accuracy.write_files(values["report"], bundle, judgement):
+            click.echo(f"{path} {format_bytes(path.stat().st_size)}", err=True)
+    if values["as_json"]:
+        print_json(judgement.as_dict())
+    else:
+        print_judgement(judgement)
+    accuracy.check_budgets(judgement, str(bundle))
+
+
+@click.command()
+@click.argument("reference", type=CHECKPOINT)
+@click.argument("candidate", type=CHECKPOINT)
+@options(JUDGE_OPTIONS)
+@cpu_engine_option
+@threads_option
+@json_option
+def compare(reference: Path, candidate: Path, **values: Any) -> None:
+    """Judge one bundle by another: what is lost from REFERENCE to CANDIDATE, both through the native runtime.
+
+    Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
+    """
+    from dlm_export.judging import accuracy
+
+    with Bars() as bars:
+        judgement = accuracy.compare_bundles(reference, candidate, **_judging(values), progress=bars)
+    if values["as_json"]:
+        print_json(judgement.as_dict())
+    else:
+        print_judgement(judgement)
+    accuracy.check_budgets(judgement, str(candidate))
+
+
+def _read_prompts(path: Path, bundle: Bundle, count: int) -> list[list[int]]:
+    if bundle.tokenizer is None:
+        raise RequestError(f"{path}: the bundle has no tokenizer for text; leave --prompts out")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as err:
+        raise RequestError(f"{path}: not readable as UTF-8 text ({err})") from err
+    if not lines:
+        raise RequestError(f"{path}: holds no prompt")
+    return [bundle.tokenizer.encode(line) for line in lines[:count]]
+
+
+def print_parity(parity: Parity) -> None:
+    rows = [
+        [
+            f"{row.mask_ratio:.2f}",
+            f"{row.worst_difference:.2e}",
+            f"{row.relative:.1e}",
+            f"{row.argmax_equal}/{row.rows}",
+            str(row.argmax_ties),
+        ]
+        for row in parity.graph
+    ]
+    print_table("Graph against PyTorch", ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"], rows)
+    rows = [
+        [row.name, f"{row.canvases_equal}/{row.canvases}", str(row.nfe), "yes" if row.nfe_equal else "no"]
+        for row in parity.loop
+    ]
+    print_table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
+    limit = parity.tolerance.relative
+    share = f"{parity.tolerance.agreement:.0%} of canvases equal"
+    verdict = "FAILS" if parity.misses else "Holds"
+    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range, {share})")
+
+
+def print_judgement(judgement: Judgement) -> None:
+    """What quantisation costs: a table a mask-ratio bucket, then one line for each kind of figure."""
+    columns = [
+        "mask ratio",
+        "positions",
+        "cross-entropy",
+        "reference",
+        "change",
+        "95% interval",
+        "top-1",
+        "top-5",
+        "KL",
+        "KL p95",
+    ]
+    rows = [_loss_row(f"{bucket['mask_ratio']:.2f}", bucket) for bucket in judgement.buckets]
+    print_table(f"{judgement.candidate} against {judgement.reference}", columns, [*rows, _loss_row("all", judgement.overall)])
+    frontier, free = judgement.frontier, judgement.free_running
+    click.echo(
+        f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
+        f"Jaccard of the committed sets {frontier['jaccard']:.3f}"
+    )
+    click.echo(
+        f"Free running, {free['prompts']} prompts: {free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}, "
+        f"NFE ratio {shown(free['nfe_ratio'], '.3f')}"
+    )
+    if (task := free["task"]) is not None:
+        click.echo(f"Answers right: {task['candidate']:.1%}, the reference {task['reference']:.1%}")
+    if (floor := judgement.noise_floor) is not None:
+        click.echo(
+            f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
+        )
+    for budget in judgement.budgets:
+        verdict = "holds" if budget["passed"] else "MISSED"
+        click.echo(f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}")
+
+
+def _loss_row(name: str, row: Mapping[str, Any]) -> list[str]:
+    interval = row["ce_increase_interval"]
+    return [
+        name,
+        str(row["positions"]),
+        shown(row["candidate_ce"], ".4f"),
+        shown(row["reference_ce"], ".4f"),
+        shown(row["ce_increase"], "+.2%"),
+        "" if interval is None else f"{interval[0]:+.2%} {interval[1]:+.2%}",
+        shown(row["top1"], ".4f"),
+        shown(row["top5"], ".4f"),
+        shown(row["kl_mean"], ".1e"),
+        shown(row["kl_p95"], ".1e"),
+    ]

@@ -1,0 +1,255 @@
+"""Options that commands share, and what becomes of them: the option dataclasses of the rooms, or a refusal.
+
+torch and the rest of the export extra are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from dlm_export.building.options import BuildOptions, QuantiseOptions
+    from dlm_export.families.base import Overrides
+    from dlm_export.judging.judge import Budgets
+    from dlm_export.tensorrt.estimate import EngineOptions
+
+CHECKPOINT = click.Path(path_type=Path)
+
+SOURCE_OPTIONS = (
+    click.option("--mask-token-id", type=click.IntRange(0), help="Id of the mask token, where the checkpoint does not say it."),
+    click.option(
+        "--max-canvas-length",
+        type=click.IntRange(1, 1 << 20),
+        help="Longest canvas in tokens, prompt included.  [default: the checkpoint's]",
+    ),
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
+    default="auto",
+    show_default=True,
+    help="What makes the passes; auto: TensorRT for bundles built for GPUs.",
+)
+cpu_engine_option = click.option(
+    "--engine",
+    type=click.Choice(["onnxruntime", "tensorrt"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
+)
+threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")
+
+_SAMPLE_OPTIONS = (
+    click.option("--judged", type=click.IntRange(1, 100000), default=32, show_default=True, help="Samples to judge by."),
+    click.option("--calib-preset", help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]"),
+    click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of masks, states and intervals."),
+)
+BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
+_BUDGET_OPTIONS = (
+    click.option(
+        "--max-ce-increase", type=click.FloatRange(0), help="Budget: increase of masked cross-entropy; auto's default is 0.01."
+    ),
+    click.option("--min-top1", type=click.FloatRange(0, 1), help="Budget: share of masked positions with the same best token."),
+    click.option("--max-nfe-ratio", type=click.FloatRange(0), help="Budget: passes over the full-precision denoiser's."),
+    click.option("--min-task", type=click.FloatRange(0, 1), help="Budget: share of answers right, where the data has answers."),
+)
+JUDGE_OPTIONS = (
+    click.option("--data", type=CHECKPOINT, help="JSONL or text to judge by.  [default: the source's]"),
+    *_SAMPLE_OPTIONS,
+    *_BUDGET_OPTIONS,
+)
+QUANTISE_OPTIONS = (
+    click.option("--calib", type=CHECKPOINT, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
+    *_SAMPLE_OPTIONS,
+    click.option("--calib-samples", type=click.IntRange(1, 100000), default=128, show_default=True, help="Prompts to run."),
+    click.option("--calib-states", type=click.IntRange(1, 1000), default=8, show_default=True, help="Canvases a prompt."),
+    click.option(
+        "--calib-source", type=click.Choice(["denoising", "text"]), default="denoising", show_default=True, help="Of states."
+    ),
+    click.option(
+        "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", show_default=True, help="Finds ranges."
+    ),
+    click.option("--observer", help="max, percentile, mse or entropy: range of static activations.  [default: the recipe's]"),
+    click.option("--solver", help="nearest, awq or gptq: rounding of weights.  [default: the recipe's]"),
+    click.option("--smoothing", type=click.FloatRange(0, 1), help="SmoothQuant's alpha, folded into norms."),
+    click.option("--rotate-down/--no-rotate-down", default=None, help="Hadamard rotation of the input of mlp.down."),
+    click.option("--embedding", help="int8 or fp8: the embedding table on disk."),
+    click.option(
+        "--auto-formats", help="With --precision auto: formats to choose among, with commas.  [default: the target's]"
+    ),
+    *_BUDGET_OPTIONS,
+)
+ENGINE_OPTIONS = (
+    click.option("--canvas", type=click.IntRange(1), help="Tokens of the longest canvas an engine takes.  [default: all]"),
+    click.option(
+        "--block",
+        type=click.IntRange(1),
+        help="Tokens of the longest cached pass, and most rows scored.  [default: the loop's]",
+    ),
+    click.option("--workspace", type=click.IntRange(1), help="MiB that a layer may take as scratch.  [default: 1024]"),
+    click.option(
+        "--timing-cache", type=CHECKPOINT, help="File of TensorRT's timings, read and written: later builds are quicker."
+    ),
+    click.option(
+        "--builder", type=click.Choice(["tensorrt_rtx", "tensorrt"]), help="Insist on one.  [default: what builds here]"
+    ),
+    click.option(
+        "--allow-fallback", is_flag=True, default=None, help="Take layers held otherwise than asked; the manifest says so."
+    ),
+)
+OUTPUT_OPTIONS = (
+    click.option("-o", "--output", required=True, type=CHECKPOINT, help="Folder of the bundle to write."),
+    click.option(
+        "--target", default="cpu", show_default=True, help="Device, or GPUs with commas; `dlm-export targets` lists them."
+    ),
+    click.option("--force", is_flag=True, help="Replace the bundle that is there."),
+    click.option("--no-verify", is_flag=True, help="Skip parity and judging, which hold the denoiser in fp32."),
+    click.option(
+        "--plain-graph",
+        is_flag=True,
+        default=None,
+        help="Elementary operators only, for TensorRT 10.3 to 10.13; Orin's always.",
+    ),
+    click.option(
+        "--no-engine", is_flag=True, default=None, help="Leave engines to `dlm-export engine`, here or on the device."
+    ),
+    click.option(
+        "--activations", type=click.Choice(["fp16", "bf16"]), help="Of quantised bundles for GPUs.  [default: as stored]"
+    ),
+    *ENGINE_OPTIONS,
+)
+PRECISION_HELP = "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
+
+_QUANTISED_ONLY = (
+    *("activations", "calib", "calib_preset", "observer", "solver", "smoothing", "rotate_down", "embedding"),
+    *BUDGETS,
+)
+_ENGINE_ONLY = (
+    *("activations", "canvas", "block", "workspace", "timing_cache"),
+    *("builder", "allow_fallback", "no_engine", "plain_graph"),
+)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def options(*groups: tuple[Any, ...]) -> Callable[[_Command], _Command]:
+    """Declare groups of options on a command, in the order that its help shows them in."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def split(text: str) -> list[str]:
+    """The names in a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+    """UsageError if an option was given that would have no effect."""
+    for name in names:
+        if values.get(name) is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}")
+
+
+def check_build_options(values: dict[str, Any]) -> None:
+    """Refuse a build's options as far as that can be done before torch is imported.
+
+    Raises UsageError, TargetError, RecipeError.
+    """
+    from dlm_export import targets
+
+    precision = values["precision"]
+    if precision in ("fp32", "fp16", "bf16"):
+        refuse(values, _QUANTISED_ONLY, f"is for quantised bundles; --precision is {precision}")
+    if precision != "auto":
+        refuse(values, ("auto_formats",), "is for --precision auto")
+    if precision == "stored":
+        refuse(values, ("observer", "solver", "smoothing", "rotate_down"), "has no effect on stored codes and scales")
+    if values["no_verify"]:
+        refuse(values, BUDGETS, "needs judging, which --no-verify skips")
+    if values["no_engine"]:
+        refuse(values, ("workspace", "timing_cache", "builder"), "is for building engines, which --no-engine leaves out")
+    devices = targets.find_all(split(values["target"]))
+    targets.recipe_for(devices, precision)
+    if devices[0].sm is None:
+        refuse(values, _ENGINE_ONLY, f"is for GPUs; --target is {values['target']}")
+
+
+def build_options(values: dict[str, Any]) -> BuildOptions:
+    """``OUTPUT_OPTIONS``, ``QUANTISE_OPTIONS`` and ``--precision``, checked, as a build takes them."""
+    from dlm_export.building.options import BuildOptions
+
+    return BuildOptions(
+        targets=tuple(split(values["target"])),
+        precision=values["precision"],
+        activations=values["activations"],
+        engine=None if values["no_engine"] else engine_options(values),
+        plain_graph=bool(values["plain_graph"]),
+        force=values["force"],
+        check_parity=not values["no_verify"],
+        quantise=_quantise_options(values),
+    )
+
+
+def overrides(values: dict[str, Any]) -> Overrides:
+    """``SOURCE_OPTIONS`` as a source takes them; a command without them overrides nothing."""
+    from dlm_export.families.base import Overrides
+
+    return Overrides(values.get("mask_token_id"), values.get("max_canvas_length"))
+
+
+def budgets(values: dict[str, Any]) -> Budgets:
+    """The options of ``BUDGETS`` as the judge takes them. UsageError for one that is no limit."""
+    from dlm_export.judging.judge import Budgets
+
+    for name in BUDGETS:
+        if values[name] is not None and not math.isfinite(values[name]):
+            raise click.UsageError(f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number")
+    return Budgets(**{name: values[name] for name in BUDGETS})
+
+
+def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
+    from dlm_export.building.options import QuantiseOptions
+    from dlm_export.judging.auto import AutoOptions
+    from dlm_export.quantising.samples import CalibrationOptions
+
+    changes = {name: values[name] for name in ("observer", "solver", "smoothing", "rotate_down", "embedding")}
+    formats = tuple(split(values["auto_formats"] or ""))
+    return QuantiseOptions(
+        calibration=CalibrationOptions(
+            data=values["calib"],
+            samples=values["calib_samples"],
+            states_per_sample=values["calib_states"],
+            source=values["calib_source"],
+            seed=values["seed"],
+            preset=values["calib_preset"],
+        ),
+        budgets=budgets(values),
+        judged=values["judged"],
+        recipe_changes={name: value for name, value in changes.items() if value is not None},
+        calibrator=values["calibrator"],
+        auto=AutoOptions(formats=formats or None),
+    )
+
+
+def engine_options(values: dict[str, Any]) -> EngineOptions:
+    """``ENGINE_OPTIONS`` as the builder of engines takes them."""
+    from dlm_export.tensorrt.estimate import WORKSPACE_BYTES, EngineOptions
+
+    return EngineOptions(
+        canvas=values["canvas"],
+        block=values["block"],
+        workspace_bytes=WORKSPACE_BYTES if values["workspace"] is None else values["workspace"] << 20,
+        timing_cache=values["timing_cache"],
+        allow_fallback=bool(values["allow_fallback"]),
+        builder=values["builder"],
+    )

@@ -1,0 +1,301 @@
+"""Devices, and what to expect of them: ``plan``, ``targets``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides, refuse, split
+from dlm_export.cli.printing import format_bytes, print_json, print_table
+
+if TYPE_CHECKING:
+    from dlm_export.families.base import Overrides
+    from dlm_export.network.spec import NetworkSpec
+    from dlm_export.planning.plan import Growth, PassTime, Plan, Prediction
+    from dlm_export.targets import Target
+
+
+@click.command()
+@click.argument("source", type=CHECKPOINT, required=False)
+@click.option("--targets", "names", required=True, help="Devices, with commas, or all; `dlm-export targets` lists them.")
+@click.option("--sizes", help="Instead of SOURCE: LLaDA's shape at these sizes, with commas, such as 1B,8B,100B.")
+@click.option("--precisions", help="With commas.  [default: all that a target runs]")
+@click.option("--block-length", default="32", show_default=True, help="Tokens decided before the next block; with commas.")
+@click.option("--tokens-per-pass", default="1,2,4,8", show_default=True, help="Tokens committed in a pass; with commas; x>=1.")
+@click.option("--prompt-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens given.")
+@click.option("--new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
+@click.option("--batch", type=click.IntRange(1, 65536), default=1, show_default=True, help="Canvases in a pass.")
+@click.option("--price-per-hour", help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.")
+@click.option("--measured", type=CHECKPOINT, help="What `dlm-export bench --json` printed here: calibrates the cpu.")
+@click.option("--plot", type=CHECKPOINT, help="File (.png, .svg) for the growth with canvas, batch and size.")
+@click.option("--force", is_flag=True, help="Replace the plot that is there.")
+@options(SOURCE_OPTIONS)
+@json_option
+def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_json: bool, **values: Any) -> None:
+    """Predict time, memory and cost on devices, by the roofline: limits, before anything is built.
+
+    SOURCE is a checkpoint or a bundle. Needs no torch for a bundle.
+
+    Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
+    """
+    from dlm_export.planning import plan as planner
+    from dlm_export.planning.measured import read_measured
+    from dlm_export.planning.shapes import read_shape, scaled_shape
+
+    if (source is None) == (values["sizes"] is None):
+        raise click.UsageError("give a checkpoint or bundle, or --sizes")
+    if source is None or (source / "manifest.json").is_file():
+        refuse(values, ("mask_token_id", "max_canvas_length"), "is for checkpoints")
+    targets = planner.find_targets(names)
+    request = planner.Request(
+        prompt_tokens=values["prompt_tokens"],
+        new_tokens=values["new_tokens"],
+        batch=values["batch"],
+        block_lengths=_numbers("--block-length", values["block_length"], int),
+        tokens_per_pass=_numbers("--tokens-per-pass", values["tokens_per_pass"], float),
+        prices=_prices(values["price_per_hour"], [target.name for target in targets]),
+    )
+    if plot is not None:
+        planner.check_plot(plot, force=force)
+    measured = None if values["measured"] is None else read_measured(values["measured"])
+    if source is None:
+        shapes = [scaled_shape(size) for size in split(values["sizes"]) or [""]]
+    else:
+        changed = overrides(values)
+        shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, changed))]
+    precisions = None if values["precisions"] is None else split(values["precisions"]) or [""]
+    made = planner.make_plan(shapes, targets, request, precisions, measured)
+    if plot is not None:
+        planner.save_plot(plot, made)
+        click.echo(f"{plot} {format_bytes(plot.stat().st_size)}", err=True)
+    if as_json:
+        print_json(made.as_dict())
+    else:
+        print_plan(made)
+
+
+def _checkpoint_sizes(path: Path, overrides: Overrides) -> NetworkSpec:
+    from dlm_export import families
+    from dlm_export.checkpoints.folder import Checkpoint
+
+    return families.read_network(Checkpoint(path), overrides)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
+    """The numbers of at least 1 in a list with commas."""
+    try:
+        found = tuple(kind(part) for part in split(text))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= number < math.inf for number in found):
+        raise click.UsageError(f"{option} {text!r}: write numbers from 1 on, with commas between")
+    return found
+
+
+def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
+    """Target -> price an hour, of one number for all or TARGET=NUMBER with commas."""
+    prices: dict[str, float] = {}
+    for part in split(text or ""):
+        name, equals, number = part.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not 0 < price < math.inf or (equals and name not in targets):
+            raise click.UsageError(f"--price-per-hour {part!r}: write a number, or TARGET=NUMBER of {', '.join(targets)}")
+        prices |= {name: price} if equals else dict.fromkeys(targets, price)
+    return prices
+
+
+@click.command()
+@json_option
+def targets(as_json: bool) -> None:
+    """List the devices that bundles can be built for.
+
+    Example: dlm-export targets --json
+    """
+    from dlm_export.targets import GENERIC, TARGETS, engine_here, this_machine
+
+    here = {name: engine_here(target) for name, target in TARGETS.items()}
+    machine = this_machine()
+    if as_json:
+        listed = [
+            target.as_dict() | {"engine_here": here[name][0], "engine_how": here[name][1]} for name, target in TARGETS.items()
+        ]
+        print_json({"targets": listed, "generic": list(GENERIC), "this_machine": machine})
+        return
+    print_targets(list(TARGETS.values()), list(GENERIC), here, machine)
+
+
+def print_targets(
+    targets: Sequence[Target], generic: Sequence[str], here: Mapping[str, tuple[bool, str]], machine: Mapping[str, Any]
+) -> None:
+    """The devices in 80 columns, how each gets its engine (``here``: by name, ``targets.engine_here``), and this machine."""
+    from dlm_export.targets import GPU_ALIASES, sm_text
+
+    shown = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "nvfp4")
+    rows = [
+        [
+            target.name,
+            "-" if target.sm is None else sm_text(target.sm),
+            "-" if target.memory_bytes is None else f"{target.memory_bytes / 1e9:g}",
+            "-" if target.bandwidth_bytes_per_s is None else f"{target.bandwidth_bytes_per_s / 1e9:g}",
+            " ".join(name for name in shown if name in target.precisions),
+            (*target.engine_kinds, target.engine)[0],
+            "yes" if here[target.name][0] else "no",
+        ]
+        for target in targets
+    ]
+    print_table("Targets", ["target", "SM", "GB", "GB/s", "precisions", "engine", "here"], rows)
+    click.echo(f"Any other GPU, by its SM: {' '.join(generic)}")
+    click.echo(f"On GPUs {', '.join(f'{name} is the recipe {recipe}' for name, recipe in GPU_ALIASES.items())}")
+    click.echo("All recipes, peak rates, versions and sources: --json")
+    click.echo("Engines:")
+    ways: dict[str, list[str]] = {}
+    for target in targets:
+        ways.setdefault(here[target.name][1].replace(f"--target {target.name}", "--target TARGET"), []).append(target.name)
+    for way, names in ways.items():
+        click.echo(f"  {', '.join(names)}: {way}")
+    for target in targets:
+        if target.note:
+            click.echo(f"Note on {target.name}: {target.note}")
+    engine = (
+        f"onnxruntime {machine['onnxruntime']} ({machine['onnxruntime_library']})"
+        if machine["onnxruntime"]
+        else "onnxruntime is not installed"
+    )
+    gpu = "no GPU" if machine["gpu_sm"] is None else f"a GPU of SM {sm_text(machine['gpu_sm'])}"
+    memory = format_bytes(machine["memory_bytes"])
+    click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {memory}, {gpu}, {engine}")
+
+
+def print_plan(plan: Plan) -> None:
+    """Tables in 100 columns: one a denoiser and target, growth, what was left out, and the calibration."""
+    request = plan.request
+    click.echo(
+        f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache. "
+        "Milliseconds of a full pass and\nof a block pass that scores its whole block; tokens a second by tokens "
+        "committed a pass. Times are\nlimits by the target's figures, not estimates; *: times the ratio to its limit that "
+        "bench measured.\nb: bytes are the limit, a: arithmetic is; >=: by bytes alone, as a rate is unknown."
+    )
+    groups: dict[tuple[str, str], list[Prediction]] = {}
+    for each in plan.predictions:
+        groups.setdefault((each.denoiser, each.target), []).append(each)
+    for (denoiser, target), predictions in groups.items():
+        _print_predictions(denoiser, target, predictions, plan)
+    for growth in plan.growth:
+        if growth.values:
+            _print_growth(growth, plan)
+    same: dict[str, dict[str, str]] = {}
+    for each in plan.predictions:
+        if each.same_as:
+            same.setdefault(each.target, {})[each.precision] = ", ".join(each.same_as)
+    texts = {target: "; ".join(f"{others} as {name}" for name, others in found.items()) for target, found in same.items()}
+    for text, names in _by_value(texts).items():
+        click.echo(f"Same figures on {', '.join(names)}: {text}")
+    for target, reasons in plan.left_out.items():
+        for reason, names in _by_value(reasons).items():
+            click.echo(f"Left out on {target}: {', '.join(names)} ({reason})")
+    if plan.calibration is not None:
+        _print_calibration(plan.calibration)
+
+
+def _print_predictions(denoiser: str, target: str, predictions: Sequence[Prediction], plan: Plan) -> None:
+    from dlm_export.targets import find
+
+    steps = [f"{count:g}" for count in plan.request.tokens_per_pass]
+    rows, costs = [], []
+    for each in predictions:
+        name = [each.precision + (" *" if each.is_calibrated else ""), str(each.block_length)]
+        verdict = {True: "", None: " ?", False: " !"}[each.fits]
+        speeds = [_three(speed.tokens_per_s) for speed in each.speeds] or ["-"] * len(steps)
+        passes = [_passshown(each.full_pass), _passshown(each.block_pass)]
+        rows.append([*name, f"{each.memory_bytes / 1e9:.2f}{verdict}", *passes, *speeds])
+        if target in plan.request.prices:
+            costs.append([*name, *([_three(speed.cost_per_million_tokens) for speed in each.speeds] or ["-"] * len(steps))])
+    device = find(target)
+    memory = "" if device.memory_bytes is None else f", {device.memory_bytes / 1e9:g} GB"
+    shared = ", which the host's programs share" if device.memory_is_shared else ""
+    click.echo(f"\n{denoiser} on {target}{memory}{shared}")
+    print_table("", ["precision", "block", "GB", "full ms", "block ms", *(f"tok/s at {step}" for step in steps)], rows)
+    if any(each.fits is False for each in predictions):
+        click.echo(f"!: more than the memory of {target}")
+    if any(each.fits is None for each in predictions):
+        click.echo(f"?: the memory of {target} is not known")
+    unknown = {each.precision: ", ".join(each.missing) for each in predictions if each.missing}
+    for missing, names in _by_value(unknown).items():
+        click.echo(f"Unknown: {', '.join(names)}; missing: {missing}")
+    if costs:
+        click.echo(f"Cost of a million tokens, at {plan.request.prices[target]:g} an hour:")
+        print_table("", ["precision", "block", *(f"at {step}" for step in steps)], costs)
+
+
+def _print_growth(growth: Growth, plan: Plan) -> None:
+    """A row a target: cost where it has a price, else milliseconds."""
+    rows = [
+        [
+            target,
+            "cost of a million" if target in plan.request.prices else "ms a token",
+            *(
+                "-"
+                if point is None
+                else _three(point.ms_per_token if point.cost_per_million_tokens is None else point.cost_per_million_tokens)
+                for point in points
+            ),
+        ]
+        for target, points in growth.lines.items()
+    ]
+    block, step = plan.request.block_lengths[0], plan.request.tokens_per_pass[0]
+    what = f"{growth.denoiser}, the fastest precision that fits, block {block}, tokens a pass {step:g}"
+    click.echo(f"\nGrowth with {growth.axis}: {what}")
+    print_table("", ["target", "", *map(str, growth.values)], rows)
+
+
+def _print_calibration(calibration: Mapping[str, Any]) -> None:
+    """How far from its limits what was measured is, and how well that predicts."""
+    low, high = calibration["ratios"]
+    what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
+    click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
+    if not calibration["is_used"]:
+        click.echo(f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere")
+    errors = [abs(error) for error in calibration["leave_one_out_errors"]]
+    if errors:
+        click.echo(
+            f"Each pass predicted from the others: median error {statistics.median(errors):.1%}, at most {max(errors):.1%}"
+        )
+    else:
+        click.echo("One pass was measured: the error of passes cannot be told")
+    if (found := calibration["generation"]) is not None:
+        click.echo(
+            f"Its generation of {found['nfe']} passes: {_three(found['predicted_tokens_per_s'])} tokens/s predicted, "
+            f"{_three(found['tokens_per_s'])} measured, error {found['error']:+.1%}"
+        )
+
+
+def _passshown(time: PassTime) -> str:
+    if time.ms is not None:
+        return f"{_three(time.ms)} {time.bound[:1] if time.bound else ''}"
+    return "-" if time.bytes_ms is None else f">={_three(time.bytes_ms)} b"
+
+
+def _three(value: float | None) -> str:
+    """Three significant digits, whole numbers from 100 on."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
+    """Value -> the names that have it."""
+    out: dict[str, list[str]] = {}
+    for name, value in named.items():
+        out.setdefault(value, []).append(name)
+    return out

@@ -1,0 +1,185 @@
+"""Using bundles: ``run``, ``bench``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dlm_export.cli.options import CHECKPOINT, engine_option, json_option, threads_option
+from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown
+
+
+@click.command()
+@click.argument("bundle", type=CHECKPOINT)
+@click.option("--prompt", help="Text in front of the canvas; - reads stdin.")
+@click.option("--chat", help="A user's message, put through the bundle's chat template.")
+@click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
+@click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Mask tokens to fill.")
+@click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
+@click.option("--steps", type=click.IntRange(0), default=0, help="Passes planned for the whole generation; 0: the preset's.")
+@click.option("--block-length", type=click.IntRange(0), help="Tokens decided before the next block; 0: all in one.")
+@click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
+@click.option("--score", help="confidence, margin, entropy or random.")
+@click.option("--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential.")
+@click.option("--cache", help="none, prefix or dual.")
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any other field of the policy; repeatable.")
+@click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
+@click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
+@engine_option
+@threads_option
+@json_option
+def run(
+    bundle: Path,
+    prompt: str | None,
+    chat: str | None,
+    tokens: str | None,
+    max_new_tokens: int,
+    preset: str | None,
+    steps: int,
+    changes: tuple[str, ...],
+    watch: bool,
+    delay: float,
+    engine: str,
+    threads: int,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Generate from a bundle.
+
+    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --max-new-tokens 64 --preset fast-dllm
+    """
+    import dlm_runtime
+
+    if sum(value is not None for value in (prompt, chat, tokens)) != 1:
+        raise click.UsageError("give one of --prompt, --chat and --tokens")
+    request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "preset": preset, "steps": steps}
+    policy = {name: value for name, value in fields.items() if value is not None}
+    policy |= dict(_assignment(change) for change in changes)
+    dlm_runtime.Policy().with_fields(policy)  # --set must not reach the other arguments of generate
+    request |= policy
+    if prompt is not None:
+        request["prompt"] = sys.stdin.read() if prompt == "-" else prompt
+    elif chat is not None:
+        request["chat"] = [{"role": "user", "content": chat}]
+    else:
+        request["tokens"] = _token_list(tokens or "")
+    with dlm_runtime.open(bundle, engine=engine, threads=threads) as opened:
+        if watch:
+            from dlm_export.cli.watch import watch as show
+
+            result = show(opened, request, delay)
+        else:
+            result = opened.generate(**request)
+    if as_json:
+        print_json(
+            {
+                "text": result.text,
+                "tokens": result.tokens,
+                "nfe": result.nfe,
+                "timings_s": result.timings,
+                "cache_bytes": result.cache_bytes,
+            }
+        )
+        return
+    click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
+    passes = f"{result.nfe} pass{'es' if result.nfe != 1 else ''}"
+    click.echo(f"[{passes}, {result.timings['total'] * 1e3:.1f} ms, {opened.engine}]", err=True)
+
+
+@click.command()
+@click.argument("bundle", type=CHECKPOINT)
+@click.option(
+    "--passes", help="tokens,cached,rows of passes, with semicolons.  [default: 32,224,32;256,0,256, as far as it fits]"
+)
+@click.option("--prompt-tokens", type=click.IntRange(0), help="Made-up tokens given to the generation.  [default: 128]")
+@click.option("--new-tokens", type=click.IntRange(1), help="Mask tokens that it fills.  [default: 128]")
+@click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
+@click.option(
+    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
+)
+@click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
+@engine_option
+@threads_option
+@json_option
+def bench(bundle: Path, passes: str | None, batch: str | None, as_json: bool, **values: Any) -> None:
+    """Measure a bundle on this machine: passes, a generation and its parts, memory, and the distance from the machine's limit.
+
+    Example: dlm-export bench build/demo-int8 --preset fast-dllm --passes "32,224,32;256,0,256"
+    """
+    from dlm_export.planning import bench as bencher
+
+    sizes = None if passes is None else bencher.parse_passes(passes)
+    batches = (1,) if batch is None else bencher.parse_batches(batch)
+    with Bars() as bars:
+        result = bencher.bench(bundle, bencher.BenchOptions(passes=sizes, batches=batches, **values), bars)
+    if as_json:
+        print_json(result)
+    else:
+        print_bench(result)
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise click.UsageError(f"--set {text}: write FIELD=VALUE, such as seed=7")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _token_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as err:
+        raise click.UsageError(f"--tokens: {text!r} is not a list of integers") from err
+
+
+def print_bench(result: Mapping[str, Any]) -> None:
+    """What ``bench`` measured: the machine, passes, a generation by part, memory."""
+    bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
+    threads = f"{result['threads']} threads" if result["threads"] else "all cores"
+    click.echo(f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}")
+    click.echo(f"Machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}")
+    if rates is not None:
+        click.echo(
+            f"Its rates: {rates['read_bytes_per_s'] / 1e9:.1f} GB/s of reads; 10^9 multiply-adds/s: "
+            f"int8 {rates['int8_macs_per_s'] / 1e9:.0f} ({rates['int8_macs_per_s_32_rows'] / 1e9:.0f} at 32 rows), "
+            f"fp32 {rates['fp32_macs_per_s'] / 1e9:.0f}"
+        )
+    rows = [
+        [
+            *(str(row[key]) for key in ("batch", "tokens", "cached", "rows")),
+            f"{row['ms']:.2f}",
+            " .. ".join(f"{value:.2f}" for value in row["quartiles_ms"]),
+            shown(row["limit_ms"], ".2f"),
+            shown(row["ratio"], ".2f"),
+        ]
+        for row in result["passes"]
+    ]
+    print_table("Passes", ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
+    made, memory = result["generation"], result["memory"]
+    click.echo(
+        f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, preset {made['preset']}: "
+        f"{made['nfe']} passes, {made['seconds']:.3f} s, {made['tokens_per_s']:.1f} tokens/s"
+    )
+    rows = [[part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"] for part, seconds in made["parts"].items()]
+    print_table("Where its time went", ["part", "ms", "share"], rows)
+    if len(result["batches"]) > 1:
+        rows = [
+            [str(row["batch"]), f"{row['seconds']:.3f}", f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}"]
+            for row in result["batches"]
+        ]
+        print_table("Requests at once, of that length each", ["batch", "s", "tokens/s", "times one's"], rows)
+    click.echo(
+        f"Memory: {format_bytes(memory['peak_rss_bytes'])} at the generation's peak, weights "
+        f"{format_bytes(memory['weights_bytes'])}, keys and values {format_bytes(memory['cache_bytes'])}"
+        + ("" if memory["ratio"] is None else f": {memory['ratio']:.2f} times both")
+    )
+    for note in result["notes"]:
+        click.echo(f"Note: {note}", err=True)

@@ -1,0 +1,104 @@
+"""What a bundle's manifest says beside what the native reader runs on.
+
+The native library has checked ``loop`` and ``files`` of every bundle that opens. The other members describe the bundle to
+people and to the exporter; whoever reads them checks them here first, by ``manifest.schema.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dlm_runtime.errors import BundleError
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
+
+MANIFEST_FILE = "manifest.json"
+_MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifest
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Where a bundle's tokenizer and chat template lie, None for what it does not have, and what a template may name."""
+
+    tokenizer: Path | None
+    template: Path | None
+    special_tokens: dict[str, str]
+
+
+def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Check all of the manifest of the bundle in ``folder``, which the native library has opened.
+
+    Raises BundleError naming the file, the place in it and what is wrong.
+    """
+    from jsonschema.exceptions import best_match
+
+    error = best_match(validator().iter_errors(manifest))
+    if error is not None:
+        _refuse(folder, _place(error), _reason(error))
+    text_files(manifest, folder)
+
+
+def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
+    """The files of text that a manifest names. Raises BundleError if it names another one than ``files`` lists."""
+
+    def listed(name: object, place: str) -> Path:
+        # The native library has refused every name in files that leads out of the folder.
+        if not isinstance(name, str) or name not in manifest["files"]:
+            _refuse(folder, place, "names a file that is not listed in files")
+        return folder / name
+
+    name, chat = manifest.get("tokenizer"), manifest.get("chat_template")
+    tokenizer = None if name is None else listed(name, "tokenizer")
+    if chat is None:
+        return TextFiles(tokenizer, None, {})
+    special_tokens = chat.get("special_tokens") if isinstance(chat, dict) else None
+    if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
+        _refuse(folder, "chat_template", "expected an object with a file and the texts of special_tokens")
+    return TextFiles(tokenizer, listed(chat.get("file"), "chat_template.file"), special_tokens)
+
+
+@functools.cache
+def validator() -> Draft202012Validator:
+    """Checks manifests by the schema; as in the native reader, an integer is written without a fraction."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
+    def is_integer(_: object, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    schema = json.loads(Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8"))
+    types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
+    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(schema)
+    return made
+
+
+def _place(error: ValidationError) -> str:
+    """Where an error stands, as the native reader says it: ``precision.layers["a b"]``, ``targets[0]``."""
+    place = ""
+    for key in error.absolute_path:
+        if isinstance(key, str) and key.isidentifier() and key.isascii():
+            place += f".{key}"
+        else:
+            place += f"[{json.dumps(key)}]"
+    return _short(place.removeprefix(".")) or "the manifest"
+
+
+def _reason(error: ValidationError) -> str:
+    """The schema's sentence, with a short form of the value that it is about."""
+    return _short(error.message.replace(repr(error.instance), reprlib.repr(error.instance)))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MESSAGE_LIMIT else text[: _MESSAGE_LIMIT - 3] + "..."
+
+
+def _refuse(folder: Path, place: str, reason: str) -> NoReturn:
+    raise BundleError(f"{folder / MANIFEST_FILE}: {place}: {reason}")

@@ -1,0 +1,262 @@
+/* dlm_runtime.h: the whole C ABI of libdlm_runtime, the native runtime of dlm-export.
+ *
+ * It opens a bundle (a folder that `dlm-export build` wrote) and fills canvases of mask tokens with the bundle's denoiser.
+ *
+ * Conventions
+ * - Every call that can fail returns dlm_status; results come through the trailing out-pointer, NULL or 0 on failure.
+ * - Who creates destroys; destroying NULL is fine. Pointers passed in are borrowed for the call only, except where said.
+ * - Structs that the caller fills start with struct_size: set them up with their _init function, then change fields.
+ * - Threads: a bundle may be shared by any number of threads; a session belongs to one thread at a time. A bundle must
+ *   outlive its sessions.
+ * - Nothing is printed, no global is kept, no exception and no exit leaves the library.
+ * - Text is UTF-8 and NUL-terminated; token ids are int32; a canvas is a row of token ids.
+ */
+#ifndef DLM_RUNTIME_H
+#define DLM_RUNTIME_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DLM_API __attribute__((visibility("default")))
+
+/* Raised when a struct or a call changes in a way that an older caller would not survive. */
+#define DLM_ABI_VERSION 3
+DLM_API uint32_t dlm_abi_version(void);
+DLM_API const char *dlm_version(void); /* "0.1.0", static */
+
+typedef int32_t dlm_status;
+enum {
+  DLM_OK = 0,
+  DLM_INVALID_ARGUMENT = 1, /* the request is wrong: an id outside the vocabulary, an unknown policy value, ... */
+  DLM_NOT_FOUND = 2,        /* a bundle, one of its files, or a preset is not there */
+  DLM_BAD_BUNDLE = 3,       /* damaged, hostile, or of a schema version that this library does not know */
+  DLM_UNSUPPORTED = 4,      /* well-formed, but not something that this library or denoiser can do */
+  DLM_ENGINE_FAILED = 5,    /* the inference engine reported an error, or its results are not finite */
+  DLM_OUT_OF_MEMORY = 6,
+  DLM_CANCELLED = 7,     /* the step callback asked to stop */
+  DLM_INTERNAL = 8,      /* a defect of ours; please report it with the message */
+  DLM_ENGINE_MISSING = 9 /* the engine's library is not there, too old, or cannot be loaded */
+};
+DLM_API const char *dlm_status_name(dlm_status status); /* static, never NULL */
+
+typedef struct dlm_bundle dlm_bundle;
+typedef struct dlm_session dlm_session;
+
+/* ---- Denoiser and passes -------------------------------------------------------------------------------------------- */
+
+/* What the loop must know of a denoiser. Shape letters: B requests of a pass, T tokens of each, S cached tokens, R scored rows,
+ * V vocabulary, K candidates a row. */
+typedef struct dlm_denoiser {
+  size_t struct_size;
+  int32_t vocab_size;        /* V */
+  int32_t mask_token_id;     /* 0..V-1 */
+  int32_t max_canvas_length; /* tokens */
+  int32_t layers;
+  int32_t kv_heads;
+  int32_t head_size;
+  int32_t top_k;            /* K: candidates that a pass returns for a row, at least 2 */
+  int32_t kv_element_bytes; /* 4: fp32, 2: fp16 or bf16; the loop only moves these bytes */
+  int32_t shift;            /* 1: the row of position i predicts position i + 1 */
+  int32_t has_cache;        /* 1: a pass takes past and gives present keys and values */
+  const int32_t *eos_token_ids; /* borrowed for the call */
+  size_t eos_count;
+} dlm_denoiser;
+DLM_API void dlm_denoiser_init(dlm_denoiser *denoiser);
+
+/* One pass of the denoiser, over the same positions of B requests that know nothing of each other. The engine reads the const
+ * members and fills the others. B is 1 unless dlm_session_generate_batch or dlm_session_time_passes asks for more.
+ * Keys and values are [B, kv_heads, rows, head_size] a layer, position-encoded; rows = S for past, T for present. */
+typedef struct dlm_pass {
+  int32_t batch;   /* B */
+  int32_t tokens;  /* T */
+  int32_t cached;  /* S */
+  int32_t rows;    /* R */
+  int32_t layers;  /* length of the four arrays of pointers */
+  const int64_t *input_ids;    /* [B, T] */
+  const int64_t *position_ids; /* [B, T], absolute */
+  const int64_t *score_rows;   /* [B, R], 0..T-1 */
+  const void *const *past_keys, *const *past_values;
+  void *const *present_keys, *const *present_values; /* NULL when the loop has no use for them */
+  int32_t *top_tokens; /* [B, R, K], best first, lowest id first among equals, never the mask token */
+  float *top_probs;    /* [B, R, K], softmax in fp32 with the mask token excluded */
+  float *entropy;      /* [B, R], sum p ln(p + 1e-10) <= 0, the mask token excluded; NULL when not asked for */
+  float *logits;       /* [B, R, V], raw; NULL when not asked for */
+} dlm_pass;
+
+/* Runs one pass; returns DLM_OK or any other status, which ends the request. The session that it runs for is busy. */
+typedef dlm_status (*dlm_pass_fn)(void *user, const dlm_pass *pass);
+
+/* ---- Policy --------------------------------------------------------------------------------------------------------- */
+
+/* What to commit after each pass; presets of a bundle fill it, callers change fields. Values are strings, so that a policy
+ * reads the same in C, in Python and in manifest.json. The strings are borrowed: literals, or the bundle's own. */
+typedef struct dlm_policy {
+  size_t struct_size;
+  const char *select;   /* "argmax" */
+  const char *score;    /* "confidence" | "margin" | "entropy" | "random" */
+  const char *commit;   /* "static" | "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" | "sequential" */
+  const char *compare;  /* ">" | ">=": how scores meet the threshold */
+  const char *schedule; /* "even": counts a step as equal as integers allow, larger first */
+  const char *remask;   /* "none" */
+  const char *cache;    /* "none" | "prefix" | "dual" */
+  const char *stop;     /* "eos": blocks after one that committed eos are not run | "none" */
+  int32_t block_length;    /* tokens; 0: the whole generation is one block */
+  int32_t steps_per_block; /* passes planned a block; 0: one a token */
+  int32_t refresh;         /* of "prefix" and "dual". 0: every block starts with a full pass. N: the first one does, and each
+                              later one with a pass over the N tokens before it, the block decided before it at least,
+                              and what its other passes run over */
+  double threshold;        /* of "threshold" and "dynamic", 0..1 */
+  double factor;           /* of "factor", >= 0 */
+  double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
+  double timestep_eps;     /* of "timestep", 0..1 */
+  double temperature;      /* 0: argmax */
+  uint64_t seed;           /* of "random" */
+} dlm_policy;
+DLM_API void dlm_policy_init(dlm_policy *policy); /* LLaDA's: static, confidence, blocks of 32, no cache */
+
+/* ---- Bundle --------------------------------------------------------------------------------------------------------- */
+
+typedef struct dlm_open_options {
+  size_t struct_size;
+  const char *engine;         /* "auto" (default): "tensorrt" if the bundle was built for GPUs, else "onnxruntime";
+                                 "onnxruntime" | "tensorrt" | "none": the bundle is checked, and makes no passes */
+  const char *engine_library; /* path of the engine's library: libonnxruntime, libnvinfer or libtensorrt_rtx;
+                                 NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
+  int32_t threads;            /* of onnxruntime; 0: all cores */
+  int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
+} dlm_open_options;
+DLM_API void dlm_open_options_init(dlm_open_options *options);
+
+/* Engine "onnxruntime" takes kernels of this library where it is slow itself: the first of "avx512-vnni", "avx-vnni", "avx2" or
+ * "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
+ * dlm_bundle_engine tells which they are. */
+
+/* Engine "tensorrt" is there if the library was compiled with TensorRT's headers. It runs on the first CUDA device
+ * ($CUDA_VISIBLE_DEVICES chooses), takes the engine of the bundle that was built for that device and for exactly the
+ * TensorRT that it loads, and says of every other one why not. A session then holds its buffers and its cache on the device.
+ * $DLM_CUDA_LIBRARY is the driver's library where that is not libcuda.so.1. */
+
+/* Opens the bundle in the folder `path`, checks it, and loads its engine. options may be NULL. On failure the sentence goes
+ * to message (at most message_capacity bytes with its NUL; may be NULL). */
+DLM_API dlm_status dlm_bundle_open(const char *path, const dlm_open_options *options, char *message,
+                                   size_t message_capacity, dlm_bundle **bundle);
+
+/* A bundle without files: `run` makes the passes. `user` must outlive the bundle; calls come from the sessions' threads.
+ * kv_element_bytes is as `run` wants it. */
+DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser *denoiser, dlm_pass_fn run, void *user, char *message,
+                                            size_t message_capacity, dlm_bundle **bundle);
+DLM_API void dlm_bundle_destroy(dlm_bundle *bundle);
+
+/* What the loop knows of the denoiser; eos_token_ids points into the bundle. */
+DLM_API void dlm_bundle_denoiser(const dlm_bundle *bundle, dlm_denoiser *denoiser);
+
+/* The text of manifest.json as it was checked; "" for a callback bundle. Owned by the bundle. */
+DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
+
+/* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
+DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
+
+/* Fills *policy with a preset of the manifest; name NULL: the bundle's default. policy->struct_size must be set
+ * (dlm_policy_init). DLM_NOT_FOUND lists the presets in message. A callback bundle has no presets. */
+DLM_API dlm_status dlm_bundle_preset(const dlm_bundle *bundle, const char *name, char *message, size_t message_capacity,
+                                     dlm_policy *policy);
+
+/* ---- Session -------------------------------------------------------------------------------------------------------- */
+
+DLM_API dlm_status dlm_session_create(dlm_bundle *bundle, char *message, size_t message_capacity, dlm_session **session);
+DLM_API void dlm_session_destroy(dlm_session *session);
+
+/* The sentence of this session's last failure; "" if none. Valid until the next call on the session. */
+DLM_API const char *dlm_session_last_error(const dlm_session *session);
+
+/* The canvas after one step. Pointers are valid until the next call on the session. */
+typedef struct dlm_step {
+  const int32_t *canvas; /* [length] */
+  const int32_t *guess;  /* [length], the token that a still-masked, scored position would take now; -1 elsewhere */
+  const float *score;    /* [length], its score; 0 elsewhere */
+  int32_t length;
+  int32_t block_start, block_end; /* the block being filled, [start, end) */
+  int32_t nfe;                    /* passes so far */
+  int32_t committed;              /* positions committed by this step */
+  int32_t done;                   /* 1: no mask token is left */
+} dlm_step;
+
+/* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call
+ * dlm_session_stats on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not destroy it. */
+typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
+
+typedef struct dlm_generate_options {
+  size_t struct_size;
+  const dlm_policy *policy; /* NULL: the bundle's default preset (dlm_policy_init's policy for a callback bundle) */
+  int32_t max_new_tokens;   /* mask tokens put behind the given ones */
+  int32_t steps;            /* passes planned for the whole generation, split evenly over the blocks; 0: the policy's */
+  dlm_step_fn on_step;      /* may be NULL */
+  void *user;
+} dlm_generate_options;
+DLM_API void dlm_generate_options_init(dlm_generate_options *options);
+
+/* Where the time of a request went. The two kinds of passes are the engine's part; what the parts leave of total_s is the
+ * loop's own bookkeeping. */
+typedef struct dlm_stats {
+  int32_t nfe;          /* passes made, counted */
+  double prefill_s;     /* seconds in the passes that fill or refresh a prefix or dual cache */
+  double passes_s;      /* seconds in all other passes */
+  double selection_s;   /* seconds of scoring, ranking and committing */
+  double cache_s;       /* seconds of moving keys and values between passes; a device may end its moves in the next pass */
+  double total_s;       /* seconds from start to done, without the caller's own time */
+  uint64_t cache_bytes; /* keys and values held for the request, at most; 0 without a cache */
+} dlm_stats;
+
+/* Fills the canvas and returns when no mask token is left. tokens: the given ones on entry (mask tokens among them are
+ * filled too), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
+ * max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
+ * the denoiser takes. stats may be NULL. */
+DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
+                                        size_t count, size_t capacity, dlm_stats *stats, size_t *length);
+
+/* One of several requests. An array holds them, so there is no struct_size: its fields change with DLM_ABI_VERSION. */
+typedef struct dlm_request {
+  int32_t *tokens; /* as of dlm_session_generate */
+  size_t count;    /* given ones */
+  size_t capacity; /* tokens that fit */
+  size_t length;   /* set: of the canvas; 0 on failure */
+  int32_t nfe;     /* set: passes that committed to it; 0 on failure */
+} dlm_request;
+
+/* Several requests at once, each with options->max_new_tokens behind its tokens. Those that fit together share their passes, at
+ * most max_batch of them (1..4096), which shares the reading of weights: canvases of one length and, over a cache, masks in the
+ * same blocks. The others run one batch after the other. Over a cache a request that has finished a block waits for the slowest
+ * of its batch. Each gets what it gets alone, but for floating-point noise of the engine. Errors name a request by its number,
+ * counted from 0, and leave the tokens of all untouched. options->on_step must be NULL. stats, which may be NULL, are sums over
+ * the batches, their nfe passes made; cache_bytes is the largest. Drops a running request. UNSUPPORTED where the engine takes
+ * fewer at a time: "tensorrt" takes one. */
+DLM_API dlm_status dlm_session_generate_batch(dlm_session *session, const dlm_generate_options *options,
+                                              dlm_request *requests, size_t request_count, int32_t max_batch,
+                                              dlm_stats *stats);
+
+/* dlm_session_generate a step at a time: start once, then step until step->done. Starting again drops the running request. */
+DLM_API dlm_status dlm_session_start(dlm_session *session, const dlm_generate_options *options, const int32_t *tokens,
+                                     size_t count);
+DLM_API dlm_status dlm_session_step(dlm_session *session, dlm_step *step);
+DLM_API void dlm_session_stats(const dlm_session *session, dlm_stats *stats);
+
+/* One full pass over tokens [count] (masks stay masked): raw logits of the given rows, [row_count, V], into logits, whose
+ * capacity counts floats. Rows are not shifted. Drops a running request. */
+DLM_API dlm_status dlm_session_logits(dlm_session *session, const int32_t *tokens, size_t count, const int32_t *rows,
+                                      size_t row_count, float *logits, size_t capacity);
+
+/* For measuring: the seconds [repeats] that the engine takes for a pass of `batch` requests, each with `tokens` over `cached`
+ * ones and `rows` of them scored, made `repeats` times on made-up tokens (0: only checked). For cached > 0 a full pass fills
+ * the cache first, untimed. Drops a running request. INVALID_ARGUMENT if the denoiser or the engine takes no such pass,
+ * UNSUPPORTED for cached > 0 where the denoiser has no cache, and for a batch that the engine does not take. */
+DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
+                                           double *seconds, size_t repeats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DLM_RUNTIME_H */
