@@ -14,7 +14,7 @@ from dlm_export import targets
 from dlm_export.bundle import network_of
 from dlm_export.graph import PLAIN_OPSET
 from dlm_export.planning.shapes import scaled_shape
-from dlm_export.tensorrt import builders, estimate
+from dlm_export.tensorrt import builders, bundled, estimate
 from dlm_export.tensorrt.estimate import EngineError, Limits
 
 LARGE = replace(scaled_shape("8B").network, max_canvas_length=1 << 20)
