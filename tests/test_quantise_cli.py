@@ -259,8 +259,8 @@ def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> 
 
 
 def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
-    """The README's recipe: solver, smoothing, rotation and embedding at once, parity with torch included."""
-    text = (ROOT / "README.md").read_text()
+    """The recipe of docs/quantising.md: solver, smoothing, rotation and embedding at once, parity with torch included."""
+    text = (ROOT / "docs" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")
     (tmp_path / "mine.toml").write_text(text[start : text.index("```", start)])
     result = _run("build", llada_checkpoint, "--precision", tmp_path / "mine.toml", "-o", out, *SMALL, "--json")

@@ -1,6 +1,6 @@
 """A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes, the atomic move into place.
 
-The format is in README and, for machines, in ``manifest.schema.json``.
+The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,415 @@
+"""The documentation holds: its commands run, its programs compile, its links lead somewhere, its names exist.
+
+README and "adding a family" are followed as a reader would, on tiny denoisers, in one process: what takes minutes or fetches
+something is in ``LEFT_OUT``, and looked for in another way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from checkpoints import llada_config, write_checkpoint
+
+import dlm_runtime
+from dlm_export import targets
+from dlm_export.cli import main
+from dlm_export.families import FAMILIES
+from dlm_runtime import _native
+from dlm_runtime.policy import PRESETS, Policy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+README, NEW_FAMILY = ROOT / "README.md", ROOT / "docs" / "adding-a-family.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
+LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
+COLUMNS, LINES = 100, 150  # what a terminal shows of README at once, and what a first reader reads
+
+# What the names that pages use for a reader's own folders stand for here. README's bundle lies where its programs look for it.
+PLACEHOLDERS = {"CHECKPOINT": "checkpoint", "BUNDLE": "build/demo"}
+
+# Commands that are not followed, by how they begin, and why. What they name is looked for instead.
+LEFT_OUT = {
+    "make": "takes minutes, and is what runs this test; the targets are in the Makefile",
+    "pip install": "fetches packages; the extras and files are in the tree",
+    "python3 -m venv": "the environment is there",
+    ". venv/bin/activate": "the environment is active",
+    "dlm-export capture": "needs transformers and a release's own code; tests of capture have one of their own",
+    "dlm-export verify BUNDLE --golden": "needs what capture writes",
+}
+
+# Runs commands (JSON: [folder, words] each) one by one in one process, so that torch is imported once; prints [exit code,
+# output]. dlm_export is the copy in the folder of the first argument, whatever is installed.
+DRIVER = """
+import json, os, runpy, subprocess, sys, time, traceback
+from importlib.machinery import PathFinder
+
+class Copied:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] == "dlm_export":
+            return PathFinder.find_spec(name, [sys.argv[1]] if path is None else path, target)
+
+sys.meta_path.insert(0, Copied)
+time.sleep = lambda seconds: None  # of --watch
+told, sys.stdout = sys.stdout, sys.stderr
+for folder, words in json.loads(sys.argv[2]):
+    os.chdir(folder)
+    code, output = 0, ""
+    if words[0] == "dlm-export":
+        from click.testing import CliRunner
+        from dlm_export import __file__ as imported
+        from dlm_export.cli import main
+        assert imported.startswith(sys.argv[1]), imported
+        done = CliRunner().invoke(main, words[1:])
+        code, output = done.exit_code, done.output
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            output += "".join(traceback.format_exception(done.exception))
+    elif words[0] == "python":
+        runpy.run_path(words[1])
+    else:
+        done = subprocess.run(words, capture_output=True, text=True)
+        code, output = done.returncode, done.stdout + done.stderr
+    print(json.dumps([code, output]), file=told, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the file that the line before names as ```PATH`:``, if one does."""
+
+    language: str
+    text: str
+    path: str | None
+
+
+@lru_cache
+def _blocks(page: Path) -> list[Block]:
+    fence = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [Block(found["language"], found["text"], found["path"]) for found in fence.finditer(page.read_text())]
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """The words of every command in a page's shell blocks, in order."""
+    found = []
+    for block in _blocks(page):
+        if block.language != "sh":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while "&&" in words:
+                end = words.index("&&")
+                found.append(words[:end])
+                words = words[end + 1 :]
+            found.append(words)
+    return [words for words in found if words]
+
+
+def _is_left_out(words: list[str]) -> bool:
+    return any(words[: len(start.split())] == start.split() for start in LEFT_OUT)
+
+
+def _table(page: Path, first: str) -> list[list[str]]:
+    """The cells of the table whose header begins with ``first``, without header and rule."""
+    rows = page.read_text().split(f"\n| {first} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def _quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+# ---- What is followed ----
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A command of a page, as it ran."""
+
+    page: Path
+    command: str
+    code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Tour:
+    """All commands of README and of "adding a family", and the folders that they ran in."""
+
+    readme: Path
+    page: Path
+    commands: list[Followed]
+
+    def of(self, page: Path) -> list[Followed]:
+        return [command for command in self.commands if command.page == page]
+
+
+def _tiny_checkpoint(folder: Path) -> None:
+    """A random LLaDA of one layer with the demo's tokenizer and chat template."""
+    demo = ROOT / "examples" / "demo-denoiser"
+    said = json.loads((demo / "config.json").read_text())
+    kept = {name: said[name] for name in ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")}
+    write_checkpoint(folder, llada_config(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, mlp_hidden_size=32, **kept))
+    for file in demo.glob("*token*"):
+        shutil.copy(file, folder)
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
+    folders = {page: tmp_path_factory.mktemp(page.stem) for page in (README, NEW_FAMILY)}
+    _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
+    package = folders[NEW_FAMILY] / "exporter" / "dlm_export"
+    shutil.copytree(ROOT / "exporter" / "dlm_export", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for block in _blocks(NEW_FAMILY):
+        if block.path is not None:
+            (folders[NEW_FAMILY] / block.path).write_text(block.text)
+    steps = [
+        (page, words) for page in (NEW_FAMILY, README) for words in _commands(page) if not _is_left_out(words)
+    ]  # the family first: the package is imported once
+    given = [(str(folders[page]), [PLACEHOLDERS.get(word, word) for word in words]) for page, words in steps]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(package.parent), json.dumps(given)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=1200,
+        check=False,
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(steps), done.stderr
+    commands = [Followed(page, shlex.join(words), *result) for (page, words), result in zip(steps, results, strict=True)]
+    return Tour(folders[README], folders[NEW_FAMILY], commands)
+
+
+def _failures(commands: list[Followed]) -> str:
+    return "\n".join(f"$ {each.command}\nexit {each.code}\n{each.output}" for each in commands if each.code)
+
+
+def test_the_commands_of_readme_run(tour: Tour) -> None:
+    assert {each.command.split()[1] for each in tour.of(README)} == {"inspect", "build", "verify", "run"}
+    assert not _failures(tour.of(README)), _failures(tour.of(README))
+
+
+def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
+    commands = {each.command: each for each in tour.of(NEW_FAMILY)}
+    assert not _failures(tour.of(NEW_FAMILY)), _failures(tour.of(NEW_FAMILY))
+    assert "tiny-example: example (" in commands["dlm-export inspect tiny-example"].output
+    assert "Parity with PyTorch holds" in commands["dlm-export build tiny-example -o tiny-bundle"].output
+    assert "Holds at fp32" in commands["dlm-export verify tiny-bundle --checkpoint tiny-example"].output
+
+
+def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: Tour) -> None:
+    """What the page is for: a family whose tensors are not one to one, and a layer that the first families lack."""
+    source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
+    assert "Piece(" in source
+    manifest = (tour.page / "tiny-bundle" / "manifest.json").read_text()
+    assert "ExampleForMaskedDiffusion" in manifest
+    graph = (tour.page / "tiny-bundle" / "denoiser.onnx").read_bytes()
+    assert b"blocks.1.attention.q_norm" in graph
+
+
+def test_the_python_programs_run(tour: Tour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tour.readme)
+    for page in (README, ROOT / "docs" / "python.md"):
+        names: dict[str, Any] = {}
+        for block in _blocks(page):
+            if block.language == "python":
+                exec(compile(block.text, page.name, "exec"), names)
+        assert len(names["out"].tokens) > 64
+        assert len(names["outs"]) == 2
+    assert capsys.readouterr().out
+
+
+def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Path) -> None:
+    strict = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", f"-I{ROOT / 'runtime/native/include'}"]
+    library = Path(_native.library()._name).parent
+    for page in PAGES:
+        for number, block in enumerate(block for block in _blocks(page) if block.language == "c"):
+            source = tmp_path / f"{page.stem}{number}.c"
+            source.write_text(f'#include <stdio.h>\n#include "dlm_runtime.h"\n{block.text}')
+            subprocess.run([*strict, "-c", source, "-o", tmp_path / "any.o"], check=True)
+    program = tmp_path / "program"
+    subprocess.run([*strict, tmp_path / "README0.c", f"-L{library}", f"-Wl,-rpath,{library}", "-ldlm_runtime", "-o", program],
+                   check=True)  # fmt: skip
+    engine = _native.onnxruntime_library()
+    environment = os.environ | ({} if engine is None else {"DLM_ONNXRUNTIME": engine})
+    done = subprocess.run([program], cwd=tour.readme, env=environment, capture_output=True, text=True, check=True)
+    with dlm_runtime.open(tour.readme / PLACEHOLDERS["BUNDLE"], threads=1) as bundle:
+        wanted = bundle.generate(tokens=[5, 17, 9], max_new_tokens=64).tokens[3:]
+    assert [int(word) for word in done.stdout.split()] == wanted
+
+
+# ---- What commands name ----
+
+
+def _cli(words: list[str]) -> click.Command:
+    command = main.commands.get(words[1])
+    assert command is not None, f"{shlex.join(words)}: one of {', '.join(main.commands)}"
+    return command
+
+
+def _options(command: click.Command) -> set[str]:
+    return {"--help", "-h"} | {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def _check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        found = re.search(r"^(?:\.|dlm-export)\[([\w,]+)\]$", word)
+        for extra in found[1].split(",") if found else ():
+            assert extra in extras, f"{shlex.join(words)}: no extra {extra}"
+    if "-c" in words:
+        assert words[words.index("-c") + 1] == "constraints.txt" or words[words.index("-c") + 1].startswith("cmake.define.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_line_is_one_that_its_program_takes(page: Path) -> None:
+    """Options, their values, targets and precisions of ``dlm-export``; targets of ``make``; extras of ``pip``; files."""
+    made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in _commands(page):
+        if words[0] == "dlm-export":
+            context = _cli(words).make_context(words[1], words[2:])
+            devices = None if context.params.get("target") is None else targets.find_all(context.params["target"].split(","))
+            precision = context.params.get("precision")
+            if devices is not None and precision is not None and not precision.endswith(".toml"):
+                targets.recipe_for(devices, precision)
+        elif words[0] == "make":
+            assert set(words[1:]) <= set(made), shlex.join(words)
+        elif words[:2] == ["pip", "install"]:
+            _check_pip(words)
+        elif words[0] == "cmake" and "-S" in words:
+            assert (ROOT / words[words.index("-S") + 1] / "CMakeLists.txt").is_file(), shlex.join(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
+    known = {name for command in main.commands.values() for name in _options(command)}
+    others = {"--quick"}  # of benchmarks/generation.py
+    for span in _quoted(_prose(page)):
+        words = span.split()
+        if words[0] == "dlm-export" and len(words) > 1 and words[1] != "COMMAND":
+            missing = {word for word in words if re.match(r"--\w", word)} - _options(_cli(words))
+            assert not missing, span
+        elif words[0] in main.commands and len(words) > 1 and words[1].startswith("--"):
+            assert words[1] in _options(main.commands[words[0]]), span
+        elif words[0].startswith("--"):
+            assert words[0] in known | others, f"{span}: no command has it"
+        elif words[0] == "pip":
+            _check_pip([word.strip("'") for word in words])
+
+
+def test_what_is_left_out_is_still_in_the_pages() -> None:
+    commands = [words for page in (README, NEW_FAMILY) for words in _commands(page)]
+    for start in LEFT_OUT:
+        assert any(words[: len(start.split())] == start.split() for words in commands), start
+
+
+# ---- What the text says ----
+
+
+def test_readme_is_read_in_one_sitting() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) < LINES
+    assert not [f"{number}: {line}" for number, line in enumerate(lines, 1) if len(line) > COLUMNS]
+
+
+def _slugs(page: Path) -> Iterator[str]:
+    for heading in re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists(), link
+        assert found.is_relative_to(ROOT), link
+        assert not anchor or anchor in _slugs(found), link
+
+
+def test_readme_leads_to_every_page() -> None:
+    links = {README.parent / link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", README.read_text())}
+    assert set(DOCS) <= links, set(DOCS) - links
+
+
+def test_readme_lists_the_families() -> None:
+    listed = [name for row in _table(README, "family") for name in _quoted(row[1])]
+    assert sorted(listed) == sorted(name for family in FAMILIES.values() for name in family.architectures)
+
+
+def test_the_figures_of_readme_are_those_of_benchmarks() -> None:
+    measured = (ROOT / "BENCHMARKS.md").read_text()
+    figures = [figure for row in _table(README, "milliseconds") for cell in row[1:] for figure in re.findall(r"[\d.]+", cell)]
+    assert len(figures) == 10
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", measured), figure
+
+
+def test_decoding_lists_the_policies() -> None:
+    page = ROOT / "docs" / "decoding.md"
+    assert [_quoted(row[0])[0] for row in _table(page, "preset")] == list(PRESETS)
+    rows = {_quoted(row[0])[0]: row[1] for row in _table(page, "field")}
+    assert rows.keys() == {field.name for field in fields(Policy)}
+    schema = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+    for name, said in rows.items():
+        default = getattr(Policy(), name)
+        if isinstance(default, str):
+            known = schema["$defs"]["preset"]["properties"][name]
+            assert sorted(_quoted(said)) == sorted(known.get("enum", [known.get("const")])), name
+            assert _quoted(said)[0] == default, name
+        else:
+            shown = re.search(r"\(([\d.]+)", said) or re.search(r"([\d.]+)", said)
+            assert shown is not None
+            assert float(shown[1]) == default, name
+
+
+def test_the_bundle_page_names_keys_that_the_schema_has() -> None:
+    page = ROOT / "docs" / "bundle.md"
+    schema = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+    keys = schema["properties"]
+    assert {name for row in _table(page, "key") for name in _quoted(row[0])} <= keys.keys()
+    loop = keys["loop"]["properties"]
+    assert all(re.search(rf"`{name}`", page.read_text()) for name in (*loop, *loop["graph"]["properties"]))
+    ports = loop["graph"]["properties"]["ports"]["properties"]
+    listed = {name.removesuffix(".i") for row in _table(page, "port") for name in _quoted(row[0])}
+    assert listed <= {*ports, *ports["layers"]["items"]["properties"]}
+
+
+def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
+    sources = [*(ROOT / "exporter").rglob("*.py"), *(ROOT / "runtime").rglob("*.py"), *(ROOT / "runtime").rglob("*.cc")]
+    text = "\n".join(path.read_text() for path in sources)
+    symptoms = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(symptoms) > 15
+    for message in (message for symptom in symptoms for message in _quoted(symptom)):
+        for part in re.split(r" ?… ?", message.removeprefix("target ").removesuffix(" nvfp4")):
+            assert part in text, message
+
+
+def test_developing_lists_the_rooms() -> None:
+    rooms = [_quoted(row[0])[0] for row in _table(ROOT / "docs" / "developing.md", "room")]
+    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py"))
