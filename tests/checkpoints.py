@@ -61,6 +61,30 @@ def dream_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny Qwen3 converted to a denoiser (A2D): heads wider than hidden/heads, q and k normed a head."""
+    return {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "model_type": "a2d-qwen3",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "mask_token_id": 150,
+        "eos_token_id": 151,
+        "pad_token_id": 151,
+    } | changes
+
+
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
@@ -83,16 +107,33 @@ def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``."""
+    """Released tensor names and shapes, ``[out, in]``: Qwen2's."""
+    return _qwen_shapes(config, bias=True)
+
+
+def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Released tensor names and shapes, ``[out, in]``: Qwen3's."""
+    head_norms = {"q_norm": (config["head_dim"],), "k_norm": (config["head_dim"],)}
+    return _qwen_shapes(config, bias=config["attention_bias"], attention=head_norms)
+
+
+def _qwen_shapes(
+    config: dict[str, Any], *, bias: bool, attention: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """``attention``: weights of a layer's attention that only some of these layouts have."""
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    q, kv = head_size * config["num_attention_heads"], head_size * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        for name, out in {"q_proj": hidden, "k_proj": kv, "v_proj": kv}.items():
+        for name, out in {"q_proj": q, "k_proj": kv, "v_proj": kv}.items():
             shapes[f"{layer}self_attn.{name}.weight"] = (out, hidden)
-            shapes[f"{layer}self_attn.{name}.bias"] = (out,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, hidden)
+            if bias:
+                shapes[f"{layer}self_attn.{name}.bias"] = (out,)
+        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, q)
+        for name, shape in (attention or {}).items():
+            shapes[f"{layer}self_attn.{name}.weight"] = shape
         shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (mlp, hidden)
         shapes[f"{layer}mlp.down_proj.weight"] = (hidden, mlp)
         shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
@@ -100,6 +141,9 @@ def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes
+
+
+SHAPES = {"LLaDAModelLM": llada_shapes, "DreamModel": dream_shapes, "A2DQwen3LMHeadModel": a2d_qwen3_shapes}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -118,8 +162,7 @@ def write_checkpoint(
     path: Path, config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1
 ) -> Path:
     """Write config.json and safetensors (one file, or shards with an index) into ``path``."""
-    is_llada = config["architectures"] == ["LLaDAModelLM"]
-    shapes = llada_shapes(config) if is_llada else dream_shapes(config)
+    shapes = SHAPES[config["architectures"][0]](config)
     generator = torch.Generator().manual_seed(seed)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
@@ -128,7 +171,8 @@ def write_checkpoint(
     for shard in range(shards):
         file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         mine = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
-        save_file({name: random_tensor(name, shapes[name], dtype, generator) for name in mine}, path / file)
+        tensors = {name: random_tensor(name, shapes[name], dtype, generator) for name in mine}
+        save_file(tensors, path / file, metadata={"format": "pt"})  # as transformers writes it, and old versions insist on
         weight_map |= dict.fromkeys(mine, file)
     if shards > 1:
         (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -28,7 +28,7 @@ from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace, write
-from dlm_export.judging import verify
+from dlm_export.judging import parity, verify
 
 Change = Callable[[Path], None]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -495,7 +495,7 @@ def test_ctrl_c_leaves_nothing_behind_and_an_old_bundle_as_it_was(
     before = _snapshot(out)
     monkeypatch.setattr(module, function, interrupt)
     if function == "_move":
-        monkeypatch.setattr(verify, "check_parity", lambda *_, **__: verify.Parity("fp32", verify.TOLERANCES["fp32"], [], []))
+        monkeypatch.setattr(verify, "check_parity", lambda *_, **__: parity.Parity("fp32", parity.TOLERANCES["fp32"], [], []))
     result = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(out), "--force"])
     assert result.exit_code == 1, result.output
     assert result.output.strip() == "Aborted!"
@@ -529,8 +529,8 @@ def test_a_build_that_differs_from_torch_exits_3_and_writes_no_bundle(
 ) -> None:
     monkeypatch.setattr(verify, "PROMPT_COUNT", 1)
     monkeypatch.setattr(verify, "NEW_TOKENS", 2)
-    strict = dataclasses.replace(verify.TOLERANCES["fp32"], relative=0.0)
-    monkeypatch.setitem(verify.TOLERANCES, "fp32", strict)
+    strict = dataclasses.replace(parity.TOLERANCES["fp32"], relative=0.0)
+    monkeypatch.setitem(parity.TOLERANCES, "fp32", strict)
     says = (f"{out}: not written, it differs from PyTorch", "logits differ by")
     _build_fails(llada_checkpoint, out, code=3, says=says)
 
@@ -627,7 +627,7 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
 
 def test_prompts_to_verify_with_need_a_tokenizer(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
     options = ("--checkpoint", llada_checkpoint, "--prompts", tmp_path / "prompts.txt")
-    _fails("verify", llada_bundle, *options, code=2, says=("prompts.txt: the bundle has no tokenizer",))
+    _fails("verify", llada_bundle, *options, code=2, says=("prompts.txt: there is no tokenizer",))
 
 
 # ---- The machine ----

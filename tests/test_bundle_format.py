@@ -230,6 +230,7 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
             default_preset=default,
             tokenizer="tokenizer.json",
             chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
+            config_sha256=64 * "a",
         )
         bundle_files.finish(tmp_path, manifest)
         assert bundle_files.read_manifest(tmp_path) == _read(tmp_path)

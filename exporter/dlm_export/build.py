@@ -19,9 +19,9 @@ from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.judging.accuracy import ACCURACY_FILE, REPORT_FILE
 from dlm_export.judging.auto import CurvePoint
 from dlm_export.judging.judge import Judgement
+from dlm_export.judging.parity import Parity
 from dlm_export.judging.report import write_report
 from dlm_export.judging.threshold import Refit
-from dlm_export.judging.verify import Parity
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Stages
 from dlm_export.sources import Source, open_source
@@ -142,6 +142,7 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text) -> dict[st
         default_preset=source.default_preset,
         tokenizer=None if text.tokenizer is None else "tokenizer.json",
         chat_template=text.chat_template,
+        config_sha256=source.config_sha256,
     )
 
 

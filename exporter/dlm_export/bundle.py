@@ -51,8 +51,12 @@ def make_manifest(
     default_preset: str,
     tokenizer: str | None,
     chat_template: dict[str, Any] | None,
+    config_sha256: str | None,
 ) -> dict[str, Any]:
-    """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s."""
+    """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
+
+    ``config_sha256``: of the checkpoint's config.json; None where the source does not say.
+    """
     described = network.as_dict()
     return {
         "schema_version": SCHEMA_VERSION,
@@ -65,6 +69,7 @@ def make_manifest(
         },
         "network": described,
         "opset": opset,
+        **({} if config_sha256 is None else {"source": {"config_sha256": config_sha256}}),
         "precision": precision,
         "targets": targets,
         "tokenizer": tokenizer,

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 import dlm_runtime
 from dlm_export import families, graph
-from dlm_export.bundle import network_of
+from dlm_export.bundle import network_of, sha256
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
@@ -36,6 +36,8 @@ class Source:
     """fp32, fp16 or bf16: what most of its weights are stored in."""
     notes: tuple[str, ...] = ()
     """What was left out of a checkpoint, for people."""
+    config_sha256: str | None = None
+    """Of the checkpoint's config.json; None for a bundle that does not say."""
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
@@ -56,6 +58,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         family.default_preset,
         _stored_precision(checkpoint),
         tuple(weights.notes),
+        sha256(checkpoint.config.path),
     )
 
 
@@ -114,4 +117,6 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         files.special_tokens,
     )
     parameters = BundleParameters(path, network)
-    return Source(path, network, parameters, text, presets, manifest["loop"]["default_preset"], precision)
+    config_sha256 = manifest.get("source", {}).get("config_sha256")
+    default = manifest["loop"]["default_preset"]
+    return Source(path, network, parameters, text, presets, default, precision, config_sha256=config_sha256)

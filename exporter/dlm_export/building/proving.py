@@ -13,6 +13,7 @@ from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.judging import accuracy, verify
 from dlm_export.judging.judge import Judgement
+from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.progress import Stages
@@ -25,7 +26,7 @@ FITTED = 4  # times as many samples as are judged by: a threshold moves single a
 class Proof:
     """What was proven. ``judgement`` and ``threshold``: of quantised bundles; ``record``: the contents of accuracy.json."""
 
-    parity: verify.Parity
+    parity: Parity
     record: dict[str, Any]
     judgement: Judgement | None = None
     threshold: Refit | None = None
@@ -48,7 +49,7 @@ def prove(job: Job, quantised: Quantised | None, folder: Path, output: Path, sta
     Raises ParityError, AccuracyError.
     """
     parity = _check_parity(job, quantised, folder, stages)
-    verify.require_parity(parity, f"{output}: not written, it differs from PyTorch")
+    require_parity(parity, f"{output}: not written, it differs from PyTorch")
     record: dict[str, Any] = {"parity": parity.as_dict()}
     if quantised is None:
         return Proof(parity, record)
@@ -63,7 +64,7 @@ def prove(job: Job, quantised: Quantised | None, folder: Path, output: Path, sta
     return Proof(parity, record, judgement, threshold)
 
 
-def _check_parity(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> verify.Parity:
+def _check_parity(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Parity:
     source = job.source
 
     def load() -> Denoiser:
@@ -79,7 +80,7 @@ def _check_parity(job: Job, quantised: Quantised | None, folder: Path, stages: S
 
 
 def _tolerance_of(base: str, quantised: Quantised) -> str:
-    """Which of ``verify.TOLERANCES`` a quantised bundle is held to."""
+    """Which of ``parity.TOLERANCES`` a quantised bundle is held to."""
     if base != "bf16":
         return "quantised"
     return "four-bit activations, bf16" if quantised.uses("nvfp4") else "quantised, bf16"

@@ -9,7 +9,7 @@ from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import trace
-from dlm_export.judging import verify
+from dlm_export.judging import parity
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
 from dlm_export.targets import AUTO, STORED, Target, TargetError
@@ -94,7 +94,8 @@ def check_job(request: Request, source: Source) -> Job:
     preset, _ = samples.threshold_preset(network, source.presets, options.quantise.calibration.preset)
     job = Job(request, source, request.base_of(source), preset)
     if options.check_parity:
-        verify.check_host_memory(network.parameter_count())
+        instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
+        parity.check_host_memory(network.parameter_count(), "the parity check", instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
     return job

@@ -13,14 +13,14 @@ from typing import Any
 
 import click
 
-from dlm_export.cli import building, inspecting, judging, planning, running
+from dlm_export.cli import building, capturing, inspecting, judging, planning, running
 from dlm_runtime.errors import DlmError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 COMMANDS = (
     inspecting.inspect,
     *(building.build, building.quantize, building.engine),
-    *(judging.verify, judging.compare),
+    *(judging.verify, judging.compare, capturing.capture),
     *(running.run, running.bench),
     *(planning.plan, planning.targets),
 )

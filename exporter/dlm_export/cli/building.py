@@ -150,8 +150,9 @@ def print_build(report: BuildReport) -> None:
         total = sum(row.canvases for row in report.parity.loop)
         limit = report.parity.tolerance
         click.echo(
-            f"Parity with PyTorch holds: logits within {worst:.1e} of their range ({limit.relative:.1e} allowed), "
-            f"{equal} of {total} canvases of random prompts equal ({limit.agreement:.0%} asked)"
+            f"Parity with {report.parity.reference} holds: logits within {worst:.1e} of their range ({limit.relative:.1e} "
+            f"allowed), {equal} of {total} canvases of random prompts equal ({limit.agreement:.0%} asked). "
+            "With the released code: not compared (`dlm-export capture`, `verify --golden`)"
         )
 
 

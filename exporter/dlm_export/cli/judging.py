@@ -20,20 +20,17 @@ from dlm_export.cli.options import (
     threads_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
-from dlm_runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from dlm_export.judging.judge import Judgement
-    from dlm_export.judging.verify import Parity
+    from dlm_export.judging.parity import Parity
     from dlm_export.sources import Source
-    from dlm_runtime import Bundle
 
 
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option(
-    "--checkpoint", required=True, type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from."
-)
+@click.option("--checkpoint", type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from.")
+@click.option("--golden", type=CHECKPOINT, help="Instead: logits of the released code, from `dlm-export capture`.")
 @click.option("--prompts", type=CHECKPOINT, help="Text file, a prompt a line, instead of random token ids.")
 @click.option("--count", type=click.IntRange(1, 1000), default=4, show_default=True, help="Prompts to compare.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Mask tokens a canvas.")
@@ -46,18 +43,27 @@ if TYPE_CHECKING:
 @cpu_engine_option
 @threads_option
 @json_option
-def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
-    """Compare a bundle with what it was built from, in PyTorch.
+def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
+    """Compare a bundle with what it was built from, in PyTorch, or with captured logits of the released code.
 
-    A bundle in fp32 or fp16: logits a mask-ratio bucket, whole canvases token by token. A quantised one: what it costs, on
-    samples of --data. Exit 3 when a tolerance or a budget is missed.
+    A bundle in full precision: logits a mask-ratio bucket, whole canvases token by token. A quantised one: what it costs, on
+    samples of --data. With --golden: logits alone, and neither torch nor the checkpoint is needed. Exit 3 when a tolerance or a
+    budget is missed.
 
     Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase 0.01
     """
+    if (checkpoint is None) == (golden is None):
+        raise click.UsageError("give one of --checkpoint and --golden")
+    if checkpoint is None:
+        assert golden is not None
+        refuse(values, ("prompts", "data", "calib_preset", "report", *BUDGETS), "has no effect with --golden")
+        _verify_golden(bundle, golden, values)
+        return
     import dlm_runtime
     from dlm_export import families, graph
     from dlm_export.families.base import Overrides
-    from dlm_export.judging.verify import check_parity, check_same_denoiser, parity_units, random_prompts, require_parity
+    from dlm_export.judging.parity import random_prompts, read_prompts, require_parity
+    from dlm_export.judging.verify import check_parity, check_same_denoiser, parity_units
     from dlm_export.sources import open_source
     from dlm_runtime.manifest import check_manifest
 
@@ -78,7 +84,7 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
         if prompts is None:
             chosen = random_prompts(source.network, count, values["seed"])
         else:
-            chosen = _read_prompts(prompts, opened, count)
+            chosen = read_prompts(prompts, opened.tokenizer, count)
     with Bars() as bars:
         bars.start("check parity", parity_units(presets, len(chosen)))
         parity = check_parity(
@@ -99,6 +105,20 @@ def verify(bundle: Path, checkpoint: Path, **values: Any) -> None:
     else:
         print_parity(parity)
     require_parity(parity, str(bundle))
+
+
+def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
+    from dlm_export.judging import golden
+    from dlm_export.judging.parity import require_parity
+
+    found = golden.load(path)
+    with Bars() as bars:
+        parity = golden.check(bundle, path, found, engine=values["engine"], threads=values["threads"], progress=bars)
+    if values["as_json"]:
+        print_json(parity.as_dict() | {"golden": found.provenance.as_dict()})
+    else:
+        print_parity(parity)
+    require_parity(parity, f"{bundle}, compared with {parity.reference}")
 
 
 def _judging(values: dict[str, Any]) -> dict[str, Any]:
@@ -153,19 +173,8 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     accuracy.check_budgets(judgement, str(candidate))
 
 
-def _read_prompts(path: Path, bundle: Bundle, count: int) -> list[list[int]]:
-    if bundle.tokenizer is None:
-        raise RequestError(f"{path}: the bundle has no tokenizer for text; leave --prompts out")
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as err:
-        raise RequestError(f"{path}: not readable as UTF-8 text ({err})") from err
-    if not lines:
-        raise RequestError(f"{path}: holds no prompt")
-    return [bundle.tokenizer.encode(line) for line in lines[:count]]
-
-
 def print_parity(parity: Parity) -> None:
+    """Tables of logits and loops, the verdict, and what the bundle was compared with."""
     rows = [
         [
             f"{row.mask_ratio:.2f}",
@@ -176,16 +185,20 @@ def print_parity(parity: Parity) -> None:
         ]
         for row in parity.graph
     ]
-    print_table("Graph against PyTorch", ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"], rows)
+    columns = ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"]
+    print_table("Logits against the reference", columns, rows)
     rows = [
         [row.name, f"{row.canvases_equal}/{row.canvases}", str(row.nfe), "yes" if row.nfe_equal else "no"]
         for row in parity.loop
     ]
-    print_table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
+    share = ""
+    if rows:
+        print_table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
+        share = f", {parity.tolerance.agreement:.0%} of canvases equal"
     limit = parity.tolerance.relative
-    share = f"{parity.tolerance.agreement:.0%} of canvases equal"
     verdict = "FAILS" if parity.misses else "Holds"
-    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range, {share})")
+    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range{share})")
+    click.echo(f"Compared with {parity.reference}")
 
 
 def print_judgement(judgement: Judgement) -> None:

@@ -82,6 +82,8 @@ class Family:
     default_preset: str
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     sources: Callable[[NetworkSpec], dict[str, Source]]
+    trunk: str | None = None
+    """The class of transformers whose layers and tensor names these are, for ``capture``; it is run with everything visible."""
 
 
 @dataclass(frozen=True)

@@ -35,4 +35,4 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     )
 
 
-FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_network, TRUNK.sources)
+FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_network, TRUNK.sources, "Qwen2ForCausalLM")

@@ -1,0 +1,212 @@
+"""What parity is: the canvases that two sides see, the tolerances they are held to, and the verdict.
+
+Two parities are told apart. A bundle is compared with our own denoiser in torch (``verify``, at the end of every build): that
+cannot see a checkpoint that we misread, because both sides misread it. A bundle is compared with logits of the released code
+(``golden``): that can. Nothing here imports torch, so that a board judges golden files as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
+from dlm_export import targets
+from dlm_runtime import Bundle
+from dlm_runtime.errors import DlmError, RequestError
+
+if TYPE_CHECKING:
+    from dlm_export.network.spec import NetworkSpec
+    from dlm_runtime.tokenizer import Tokenizer
+
+PROMPT_LENGTH = 12  # tokens of a random prompt
+TAIL_LENGTH = 48  # random tokens behind a prompt
+ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
+OUR_DENOISER = "our torch denoiser"
+
+
+class ParityError(DlmError):
+    """The bundle does not compute what its reference computes."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """``relative``: worst logit difference over the logits' range. ``agreement``: share of canvases equal in every token."""
+
+    relative: float
+    agreement: float
+
+
+# fp32: sums of a few thousand terms in another order. fp16: 11-bit significands through every layer; ties may flip tokens.
+# quantised, against torch on the same quantised values: an input at a rounding boundary takes the neighbouring code there,
+# and where predictions are near-ties, as on random prompts, a token follows it.
+# bf16: 8-bit significands, eight times as coarse as fp16's; torch's side stays fp32. Four-bit activations rounded from them
+# move between codes in every layer (0.22 of the range was seen), and on random prompts, near-ties all, canvases follow: a wrong
+# scale or a lost layer still shows, and judging tells what the format costs.
+TOLERANCES = {
+    "fp32": Tolerance(2e-4, 1.0),
+    "fp16": Tolerance(2e-2, 0.8),
+    "bf16": Tolerance(1.6e-1, 0.5),
+    "quantised": Tolerance(5e-2, 0.5),
+    "quantised, bf16": Tolerance(1.6e-1, 0.25),
+    "four-bit activations, bf16": Tolerance(4e-1, 0.0),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Canvas:
+    """A canvas to compare on: ids int64 ``[L]``, masked at ``mask_ratio``, and which of its rows ``[R]`` are looked at."""
+
+    mask_ratio: float
+    tokens: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """Parity of one mask-ratio bucket. ``argmax_ties``: rows whose best two are closer than the worst difference."""
+
+    mask_ratio: float
+    rows: int
+    worst_difference: float
+    logit_range: float
+    relative: float
+    argmax_equal: int
+    argmax_ties: int
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """Parity of one policy over its prompts."""
+
+    name: str
+    canvases: int
+    canvases_equal: int
+    nfe: int
+    nfe_equal: bool
+    first_difference: str | None
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The verdict, with what it rests on; ``reference`` says in words what the bundle was compared with."""
+
+    precision: str
+    tolerance: Tolerance
+    graph: list[GraphRow]
+    loop: list[LoopRow]
+    reference: str = OUR_DENOISER
+
+    @property
+    def misses(self) -> list[str]:
+        """One sentence for everything outside the tolerance; empty when parity holds."""
+        found = []
+        for row in self.graph:
+            if not row.relative <= self.tolerance.relative:
+                found.append(
+                    f"mask ratio {row.mask_ratio}: logits differ by {row.relative:.2e} of their range, "
+                    f"more than {self.tolerance.relative:.1e}"
+                )
+            if self.precision == "fp32" and row.argmax_equal + row.argmax_ties < row.rows:
+                found.append(f"mask ratio {row.mask_ratio}: argmax differs in {row.rows - row.argmax_equal} of {row.rows} rows")
+        total = sum(row.canvases for row in self.loop)
+        equal = sum(row.canvases_equal for row in self.loop)
+        if total and equal < self.tolerance.agreement * total:
+            first = next(row.first_difference for row in self.loop if row.first_difference)
+            found.append(f"{total - equal} of {total} canvases differ, first {first}")
+        if self.tolerance.agreement == 1.0:
+            found += [f"{row.name}: NFE differs from the reference" for row in self.loop if not row.nfe_equal]
+        return found
+
+    @property
+    def summary(self) -> str:
+        """The first misses and how many more there are."""
+        more = len(self.misses) - 2
+        return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as accuracy.json and ``--json`` show them."""
+        return asdict(self) | {"passed": not self.misses, "misses": self.misses}
+
+
+def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
+    """Seeded prompts of random ids without special ones, at most ``PROMPT_LENGTH`` and half a canvas long."""
+    c, rng = network, np.random.default_rng(seed)
+    length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
+    return [random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist() for _ in range(count)]
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
+    """The first ``count`` lines of a text file as ids, empty lines left out. Raises RequestError."""
+    if tokenizer is None:
+        raise RequestError(f"{path}: there is no tokenizer for text; leave --prompts out")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as err:
+        raise RequestError(f"{path}: not readable as UTF-8 text ({err})") from err
+    if not lines:
+        raise RequestError(f"{path}: holds no prompt")
+    return [tokenizer.encode(line) for line in lines[:count]]
+
+
+def make_canvases(network: NetworkSpec, prompts: Sequence[Sequence[int]], seed: int) -> list[Canvas]:
+    """Every prompt, followed by random ids, at each of ``MASK_RATIOS``; a prompt's own ids stay."""
+    c, rng = network, np.random.default_rng(seed)
+    canvases = []
+    for ratio in MASK_RATIOS:
+        for prompt in prompts:
+            length = max(1, min(TAIL_LENGTH, c.max_canvas_length - len(prompt)))
+            tail = random_tokens(length, c.vocab_size, (c.mask_token_id,), rng)
+            canvas = np.array([*prompt, *tail])[: c.max_canvas_length]
+            canvas = mask_independently(canvas, ratio, c.mask_token_id, rng, protected=min(len(prompt), len(canvas) - 1))
+            rows = np.sort(rng.choice(len(canvas), size=min(ROWS_PER_CANVAS, len(canvas)), replace=False))
+            canvases.append(Canvas(ratio, canvas, rows))
+    return canvases
+
+
+def compare_logits(
+    bundle: Bundle, canvases: Sequence[Canvas], expected: Sequence[np.ndarray], on_done: Callable[[], None]
+) -> list[GraphRow]:
+    """Run the bundle on canvases and compare with their rows' logits fp32 ``[R, V]``: one row a mask ratio.
+
+    ``on_done`` is called once a mask ratio.
+    """
+    graph = []
+    for ratio in dict.fromkeys(canvas.mask_ratio for canvas in canvases):
+        pairs = [
+            (bundle.logits(canvas.tokens.tolist())[canvas.rows], theirs)
+            for canvas, theirs in zip(canvases, expected, strict=True)
+            if canvas.mask_ratio == ratio
+        ]
+        graph.append(_graph_row(ratio, np.concatenate([ours for ours, _ in pairs]), np.concatenate([t for _, t in pairs])))
+        on_done()
+    return graph
+
+
+def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
+    worst = float(np.abs(ours - theirs).max()) if np.isfinite(ours).all() else float("inf")
+    span = float(theirs.max() - theirs.min())
+    best_two = np.partition(theirs, -2, axis=-1)[:, -2:]
+    is_equal = ours.argmax(-1) == theirs.argmax(-1)
+    is_tie = ~is_equal & (best_two[:, 1] - best_two[:, 0] <= 2 * worst)
+    return GraphRow(ratio, len(theirs), worst, span, worst / max(span, 1e-30), int(is_equal.sum()), int(is_tie.sum()))
+
+
+def require_parity(parity: Parity, where: str) -> None:
+    """Raises ParityError with what is outside the tolerance."""
+    if parity.misses:
+        raise ParityError(f"{where}: {parity.summary}")
+
+
+def check_host_memory(parameters: int, holder: str, instead: str) -> None:
+    """Raises DlmError if this machine has no room for so many parameters in fp32, as far as it tells."""
+    available = targets.available_memory_bytes()
+    needed = 4 * parameters
+    if available is not None and needed > available:
+        raise DlmError(f"{holder} holds the denoiser in fp32, {needed:,} bytes, and {available:,} are available. {instead}")
