@@ -385,6 +385,14 @@ def test_force_never_replaces_a_folder_that_is_no_bundle(llada_checkpoint: Path,
     assert os.listdir(out.parent) == ["bundle"]
 
 
+def test_force_replaces_a_bundle_of_an_older_schema(out: Path) -> None:
+    out.mkdir()
+    (out / "manifest.json").write_text('{"schema_version": 1, "denoiser": {}, "tokens": {}, "files": {}}')
+    with bundle_files.staged(out, force=True, needed_bytes=0) as staging:
+        (staging / "new").touch()
+    assert os.listdir(out) == ["new"]
+
+
 def test_force_never_replaces_a_file_or_what_a_link_points_to(llada_checkpoint: Path, llada_bundle: Path, out: Path) -> None:
     out.write_text("notes")
     _fails("build", llada_checkpoint, "-o", out, "--force", says=(f"{out} is not a bundle",))
