@@ -12,7 +12,7 @@ from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read
 
 from dlm_export import targets
 from dlm_export.graph import PLAIN_OPSET
-from dlm_export.tensorrt import builders, estimate
+from dlm_export.tensorrt import builders, bundled, estimate
 from dlm_export.tensorrt.estimate import EngineError, Limits
 
 # Sizes of LLaDA-8B, as a manifest has them.
@@ -181,7 +181,7 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
     refused(dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out), 2, ["h100 has", *says])
     _nothing_left(out)
     before = contents(bundle)
-    monkeypatch.setattr(builders, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,)))
+    monkeypatch.setattr(bundled, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,)))
     result = dlm_export("engine", bundle, "--target", "thor")
     refused(result, 2, ["thor has", *says, "--canvas 300 fits"])
     assert contents(bundle) == before

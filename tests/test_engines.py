@@ -305,7 +305,7 @@ def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(fp16:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(engine, "build_engine", fail)
+    monkeypatch.setattr(bundled, "build_engine", fail)
     refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["gb10.engine: cannot write (Read-only file system)"])
     assert contents(fp16) == before
 
