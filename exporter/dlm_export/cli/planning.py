@@ -14,7 +14,6 @@ from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, opti
 from dlm_export.cli.printing import format_bytes, print_json, print_table
 
 if TYPE_CHECKING:
-    from dlm_export.families.base import Overrides
     from dlm_export.network.spec import NetworkSpec
     from dlm_export.planning.plan import Growth, PassTime, Plan, Prediction
     from dlm_export.targets import Target
@@ -66,8 +65,7 @@ def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_jso
     if source is None:
         shapes = [scaled_shape(size) for size in split(values["sizes"]) or [""]]
     else:
-        changed = overrides(values)
-        shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, changed))]
+        shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, values))]
     precisions = None if values["precisions"] is None else split(values["precisions"]) or [""]
     made = planner.make_plan(shapes, targets, request, precisions, measured)
     if plot is not None:
@@ -79,11 +77,11 @@ def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_jso
         print_plan(made)
 
 
-def _checkpoint_sizes(path: Path, overrides: Overrides) -> NetworkSpec:
+def _checkpoint_sizes(path: Path, values: dict[str, Any]) -> NetworkSpec:
     from dlm_export import families
     from dlm_export.checkpoints.folder import Checkpoint
 
-    return families.read_network(Checkpoint(path), overrides)
+    return families.read_network(Checkpoint(path), overrides(values))
 
 
 _Number = TypeVar("_Number", int, float)
