@@ -215,7 +215,9 @@ def test_the_commands_of_readme_run(tour: Tour) -> None:
 def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
     commands = {each.command: each for each in tour.of(NEW_FAMILY)}
     assert not _failures(tour.of(NEW_FAMILY)), _failures(tour.of(NEW_FAMILY))
-    assert "tiny-example: example (" in commands["dlm-export inspect tiny-example"].output
+    inspected = commands["dlm-export inspect tiny-example"].output
+    assert "tiny-example: example (" in inspected
+    assert "nothing reads these keys" not in inspected
     assert "Parity with PyTorch holds" in commands["dlm-export build tiny-example -o tiny-bundle"].output
     assert "Holds at fp32" in commands["dlm-export verify tiny-bundle --checkpoint tiny-example"].output
 
