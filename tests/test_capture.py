@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,17 @@ def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
     kept = golden.load(file)
     assert again.provenance == kept.provenance
     np.testing.assert_array_equal(np.concatenate(again.logits), np.concatenate(kept.logits))
+
+
+def test_capturing_needs_no_onnx(tmp_path: Path) -> None:
+    """Its environment is the released code's, with as little of ours as can be."""
+    checkpoint = write_checkpoint(tmp_path / "dream", dream_config())
+    script = "import sys; sys.modules.update(dict.fromkeys(('onnx', 'onnx_ir', 'onnxscript', 'matplotlib')))\n"
+    script += "from dlm_export.cli import main; main()"
+    arguments = ("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1)
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
 # From the ground up: what a room or a module of the root imports stands in its own line or above it.
 ROOMS = (
-    {"bundle", "memory", "progress", "targets"},
+    {"memory", "progress", "targets"},
     {"network"},
+    {"bundle"},
     {"checkpoints"},
     {"graph"},
     {"tensorrt"},
