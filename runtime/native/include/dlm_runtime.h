@@ -180,8 +180,8 @@ DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser *denoiser, dlm_pa
                                             size_t message_capacity, dlm_bundle **bundle);
 DLM_API void dlm_bundle_destroy(dlm_bundle *bundle);
 
-/* What the loop knows of the denoiser; eos_token_ids points into the bundle. kv_heads or head_size is 0 where layers differ in it:
- * loop.graph.ports.layers of the manifest has those of each. */
+/* What the loop knows of the denoiser; eos_token_ids points into the bundle. kv_heads or head_size is 0 where layers differ in
+ * it: loop.graph.ports.layers of the manifest has those of each. */
 DLM_API void dlm_bundle_denoiser(const dlm_bundle *bundle, dlm_denoiser *denoiser);
 DLM_API void dlm_bundle_denoiser_sized(const dlm_bundle *bundle, dlm_denoiser *denoiser, size_t struct_size);
 #define dlm_bundle_denoiser(bundle, denoiser) dlm_bundle_denoiser_sized(bundle, denoiser, sizeof(dlm_denoiser))
