@@ -18,7 +18,6 @@ from shapes import ROOT, machine
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging import accuracy
-from dlm_export.judging.judge import Budgets
 from dlm_export.progress import Silent
 from dlm_export.quantising.samples import CalibrationOptions, load_data
 from dlm_export.sources import open_source
@@ -46,9 +45,8 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
     }
     threshold = 0.9
     if is_quantised:
-        judgement = accuracy.judge_bundle(
-            folder, source, CalibrationOptions(data=data), judged, Budgets(), engine="onnxruntime", threads=1, progress=Silent()
-        )
+        judging = accuracy.JudgingOptions(CalibrationOptions(data=data), judged, threads=1)
+        judgement = accuracy.judge_bundle(folder, source, judging, Silent())
         found = judgement.as_dict()
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}
         row["free_running"] = {k: v for k, v in found["free_running"].items() if not isinstance(v, list)}

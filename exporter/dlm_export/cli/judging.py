@@ -22,6 +22,7 @@ from dlm_export.cli.options import (
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
 
 if TYPE_CHECKING:
+    from dlm_export.judging.accuracy import JudgingOptions
     from dlm_export.judging.judge import Judgement
     from dlm_export.judging.parity import Parity
     from dlm_export.sources import Source
@@ -121,25 +122,20 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
     require_parity(parity, f"{bundle}, compared with {parity.reference}")
 
 
-def _judging(values: dict[str, Any]) -> dict[str, Any]:
-    """What ``verify`` and ``compare`` judge by, as arguments of ``accuracy``."""
+def _judging(values: dict[str, Any]) -> JudgingOptions:
+    """What ``verify`` and ``compare`` judge by."""
+    from dlm_export.judging.accuracy import JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
-    return {
-        "options": CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"]),
-        "judged": values["judged"],
-        "budgets": budgets(values),
-        "engine": values["engine"],
-        "threads": values["threads"],
-        "warn": warn,
-    }
+    data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
+    return JudgingOptions(data, values["judged"], budgets(values), values["engine"], values["threads"])
 
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
     from dlm_export.judging import accuracy
 
     with Bars() as bars:
-        judgement = accuracy.judge_bundle(bundle, source, **_judging(values), progress=bars)
+        judgement = accuracy.judge_bundle(bundle, source, _judging(values), bars, warn)
     if values["report"] is not None:
         for path in accuracy.write_files(values["report"], bundle, judgement):
             click.echo(f"{path} {format_bytes(path.stat().st_size)}", err=True)
@@ -165,7 +161,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     from dlm_export.judging import accuracy
 
     with Bars() as bars:
-        judgement = accuracy.compare_bundles(reference, candidate, **_judging(values), progress=bars)
+        judgement = accuracy.compare_bundles(reference, candidate, _judging(values), bars, warn)
     if values["as_json"]:
         print_json(judgement.as_dict())
     else:

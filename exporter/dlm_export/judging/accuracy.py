@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,63 +105,64 @@ def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
     return decode
 
 
+@dataclass(frozen=True)
+class JudgingOptions:
+    """What a finished bundle is judged by: which data, how many of its samples, budgets; and what runs it."""
+
+    data: CalibrationOptions = field(default_factory=CalibrationOptions)
+    judged: int = 32
+    budgets: Budgets = field(default_factory=Budgets)
+    engine: str = "onnxruntime"
+    threads: int = 0
+
+
 def judge_bundle(
     folder: Path,
     source: Source,
-    options: CalibrationOptions,
-    judged: int,
-    budgets: Budgets,
-    *,
-    engine: str,
-    threads: int,
+    options: JudgingOptions,
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
-    with dlm_runtime.open(folder, engine=engine, threads=threads) as bundle:
-        data = load_data(source.network, source.path, bundle.tokenizer, options, is_calibrating=False)
+    with dlm_runtime.open(folder, engine=options.engine, threads=options.threads) as bundle:
+        data = load_data(source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False)
         if data.warning:
             warn(data.warning)
-        samples = data.judging[:judged]
-        preset, _ = threshold_preset(source.network, source.presets, options.preset)
+        samples = data.judging[: options.judged]
+        preset, _ = threshold_preset(source.network, source.presets, options.data.preset)
         progress.start("judge", judge_units(samples))
         result = judge_source(
-            source, bundle, samples, _title(folder, bundle), source.presets[preset], options.seed, progress.advance
+            source, bundle, samples, _title(folder, bundle), source.presets[preset], options.data.seed, progress.advance
         )
-    return replace(result, layers=_known_layers(folder)).with_budgets(budgets)
+    return replace(result, layers=_known_layers(folder)).with_budgets(options.budgets)
 
 
 def compare_bundles(
     reference: Path,
     candidate: Path,
-    options: CalibrationOptions,
-    judged: int,
-    budgets: Budgets,
-    *,
-    engine: str,
-    threads: int,
+    options: JudgingOptions,
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same tokens."""
     with (
-        dlm_runtime.open(reference, engine=engine, threads=threads) as first,
-        dlm_runtime.open(candidate, engine=engine, threads=threads) as second,
+        dlm_runtime.open(reference, engine=options.engine, threads=options.threads) as first,
+        dlm_runtime.open(candidate, engine=options.engine, threads=options.threads) as second,
     ):
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
         sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
         check_comparable(*sides)  # before any data is read
-        data = load_data(c, reference, first.tokenizer, options, is_calibrating=False)
+        data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
         if data.warning:
             warn(data.warning)
-        samples = data.judging[:judged]
+        samples = data.judging[: options.judged]
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
-        _, policy = threshold_preset(c, presets, options.preset)
+        _, policy = threshold_preset(c, presets, options.data.preset)
         progress.start("judge", judge_units(samples))
-        result = _judge(*sides, samples, c, policy, second, options.seed, None, progress.advance)
-    return replace(result, layers=_known_layers(candidate)).with_budgets(budgets)
+        result = _judge(*sides, samples, c, policy, second, options.data.seed, None, progress.advance)
+    return replace(result, layers=_known_layers(candidate)).with_budgets(options.budgets)
 
 
 def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
