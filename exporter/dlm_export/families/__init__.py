@@ -1,4 +1,4 @@
-"""Model families: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
+"""The families room: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
 
 A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads (``reading`` has what several
 share) and which released tensors are which parameters (``base.Source``). ``weights`` checks and reads them.
