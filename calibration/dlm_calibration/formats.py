@@ -326,7 +326,7 @@ def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None, scale_dtype:
 
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Each row of the last axis by its own range, symmetric around zero; ``dlm_export.functions`` has it in ONNX."""
+    """Each row of the last axis by its own range, symmetric around zero; ``dlm_export.graph.functions`` has it in ONNX."""
     amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))
     fake: np.ndarray = codes * (amax / np.float32(127))

@@ -8,7 +8,7 @@ The command line prints such an error as one line; any other exception is a defe
 class DlmError(Exception):
     """Something a user can act on: the message says what, where and what to do."""
 
-    exit_code = 1  # of the command line: 1 could not, 2 wrong usage, 3 ran but accuracy or parity failed
+    exit_code = 1  # 1 could not, 2 wrong usage, 3 ran, but parity, an accuracy budget or an engine's audit failed
 
 
 class BundleError(DlmError):

@@ -1,7 +1,7 @@
 """The families room: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
 
-A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads (``reading`` has what several
-share) and which released tensors are which parameters (``base.Source``). ``weights`` checks and reads them.
+A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads (``reading`` and ``trunks``
+have what several share) and which released tensors are which parameters (``base.Source``). ``weights`` checks and reads them.
 """
 
 from __future__ import annotations

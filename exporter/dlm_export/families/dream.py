@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Family, Overrides
-from dlm_export.families.reading import TRUNK, special_tokens, trunk_layers
+from dlm_export.families.reading import special_tokens
+from dlm_export.families.trunks import TRUNK, trunk_layers
 from dlm_export.network.spec import NetworkSpec
 
 # Both were trained on canvases of 2048 tokens; max_position_embeddings still says what the Qwen2.5 they started from took.

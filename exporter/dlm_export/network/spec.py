@@ -19,7 +19,7 @@ VISIBILITIES = ("full", "block", "causal")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
 NEVER_QUANTISED = ("router",)
-"""Roles of linear layers that no recipe reaches. Norms, the embedding and position tables are no linear layers at all."""
+"""Roles of linear layers that no recipe reaches. Norms, position tables and the embedding are no linear layers at all."""
 
 
 @dataclass(frozen=True)
