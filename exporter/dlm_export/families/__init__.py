@@ -10,12 +10,12 @@ import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
-from dlm_export.families import dream, llada
+from dlm_export.families import a2d, dream, llada
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.weights import Weights, load
 from dlm_export.network.spec import NetworkSpec, rotary_table
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY, a2d.FAMILY)}
 
 
 def find(checkpoint: Checkpoint) -> Family:
