@@ -363,7 +363,7 @@ void test_host_contexts(Tally& tally) {
 
 // What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and of its positions.
 std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided, Tally& tally) {
-  const dlm::Denoiser denoiser{40, 9, 64, 1, 1, 2, 2, 4, 0, false, {12}};
+  const dlm::Denoiser denoiser{40, 9, 64, 2, 0, false, {{1, 2, 4}}, {12}};
   dlm::Request request(denoiser, dlm::check_policy(policy), std::move(canvas), std::move(undecided), 0);
   dlm::Buffers buffers;
   for (int pass = 0; !request.done() && pass < 20; ++pass) {
