@@ -10,6 +10,7 @@ A description may say more than ``Denoiser`` builds so far: what is missing is r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -166,39 +167,39 @@ class NetworkSpec:
     # ---- What follows: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of ``Denoiser``, in the order of the forward pass; a tied head is the embedding."""
-        linear = {layer.path: layer for layer in self.linear_layers()}
+        """Name -> shape of every parameter of ``Denoiser``, layer by layer; a tied head is the embedding."""
+        return dict(self._parameters)
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab_size, self.hidden_size)}
-
-        def matrices(prefix: str, biased: tuple[str, ...] = ()) -> None:
-            for path, layer in linear.items():
-                if path.startswith(prefix):
-                    shapes[layer.weight] = layer.shape
-                    if layer.role in biased:
-                        shapes[f"{path}.bias"] = (layer.outputs,)
-
         for i, layer in enumerate(self.layers):
             block, attention = f"blocks.{i}.", layer.attention
             biased = ("q", "k", "v") * attention.qkv_bias + ("out",) * attention.out_bias
-            norms = {f"{block}{name}.weight": (self.hidden_size,) for name in NORMS if name in layer.norms}
-            shapes |= {name: shape for name, shape in norms.items() if "attention" in name}
-            matrices(f"{block}attention.", biased)
+            shapes |= {f"{block}{name}.weight": (self.hidden_size,) for name in layer.norms}
+            for linear in self._linear_layers_of(f"blocks.{i}", layer):
+                shapes[linear.weight] = linear.shape
+                if linear.role in biased:
+                    shapes[f"{linear.path}.bias"] = (linear.outputs,)
             if attention.qk_norm:
                 shapes |= {f"{block}attention.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
-            shapes |= {name: shape for name, shape in norms.items() if "mlp" in name}
-            matrices(f"{block}mlp.")
         shapes["final_norm.weight"] = (self.hidden_size,)
-        matrices("head")
+        if not self.tied_head:
+            shapes["head.weight"] = (self.hidden_size, self.vocab_size)
         return shapes
 
     def parameter_count(self) -> int:
         """Parameters held by the denoiser; a tied head counts once."""
-        return sum(math.prod(shape) for shape in self.parameters().values())
+        return sum(math.prod(shape) for shape in self._parameters.values())
 
     # ---- What follows: matrices ----
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
         """Every matrix multiplication by a weight of its own, in order of the pass."""
+        return self._linear_layers
+
+    @functools.cached_property
+    def _linear_layers(self) -> tuple[LinearSpec, ...]:
         found = [linear for i, layer in enumerate(self.layers) for linear in self._linear_layers_of(f"blocks.{i}", layer)]
         if not self.tied_head:
             found.append(LinearSpec("head", "head", self.hidden_size, self.vocab_size, "head", Fold(("final_norm.weight",))))
