@@ -192,6 +192,12 @@ class NetworkSpec:
         """Parameters held by the denoiser; a tied head counts once."""
         return sum(math.prod(shape) for shape in self._parameters.values())
 
+    @functools.cached_property
+    def vector_elements(self) -> int:
+        """Elements of all parameters that are neither matrices nor the embedding: norms and biases."""
+        matrices = {linear.weight for linear in self.linear_layers()} | {"embed.weight"}
+        return sum(math.prod(shape) for name, shape in self._parameters.items() if name not in matrices)
+
     # ---- What follows: matrices ----
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:

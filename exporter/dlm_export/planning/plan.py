@@ -22,7 +22,7 @@ from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.bundle import OutputError
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import Measured, interpolated_ratio
-from dlm_export.planning.roofline import FULL, Rates, Work, limit_s, work_of
+from dlm_export.planning.roofline import FULL, MatrixKind, Rates, Work, count_work, kinds_of, limit_s
 from dlm_export.planning.shapes import Precision, Shape, precisions_of, scaled_shape
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
@@ -176,17 +176,15 @@ def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]
     return (*bandwidth, *(f"{number} rate" for number in lacking))
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
+    return kinds_of(shape.network, dict(precision.layers), precision.element_bytes)
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Work:
-    return work_of(
-        shape.network,
-        dict(precision.layers),
-        made.tokens,
-        made.cached,
-        made.rows,
-        batch,
-        element_bytes=precision.element_bytes,
-    )
+    kinds, element_bytes = _kinds(shape, precision), precision.element_bytes
+    return count_work(shape.network, kinds, made.tokens, made.cached, made.rows, batch, element_bytes=element_bytes)
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:

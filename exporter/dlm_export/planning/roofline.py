@@ -10,7 +10,6 @@ there, and its threads are those that the engine has.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import Counter
@@ -76,20 +75,56 @@ def work_of(
     full-precision weights and of the cache: 4, or 2 for fp16 and bf16. Scales count as fp32. Of experts, those are read that
     tokens spread evenly over all of them reach, on average.
     """
-    matrices = {layer.weight for layer in network.linear_layers()} | {"embed.weight"}
-    vectors = sum(math.prod(shape) for name, shape in network.parameters().items() if name not in matrices)
-    weight_bytes = element_bytes * (vectors + batch * tokens * network.hidden_size)  # of the embedding: a row a token
-    macs: Counter[str] = Counter()
+    return count_work(
+        network, kinds_of(network, layers, element_bytes), tokens, cached, rows, batch, element_bytes=element_bytes
+    )
+
+
+@dataclass(frozen=True)
+class MatrixKind:
+    """``number`` matrices that cost the same: ``experts`` of each, which see ``share`` of the rows, ``expert_bytes`` each."""
+
+    number: int
+    part: str
+    arithmetic: str
+    experts: int
+    share: float
+    expert_macs: int
+    expert_bytes: int
+
+
+def kinds_of(network: NetworkSpec, layers: Mapping[str, str], element_bytes: int) -> tuple[MatrixKind, ...]:
+    """The matrices of a network in the formats that ``layers`` names, those that cost the same together."""
+    found: Counter[tuple[str, str, int, float, int, int]] = Counter()
     for layer in matrices_of(network):
-        is_head = layer.role == "head"
-        scored = batch * (rows if is_head else tokens)
+        chosen = FORMATS[layers.get(layer.path, HIGH)]
+        size = _matrix_bytes(chosen, layer.inputs, layer.outputs, element_bytes)
+        part = "head" if layer.role == "head" else "layers"
+        found[part, chosen.activations or FULL, layer.count, layer.share, layer.inputs * layer.outputs, size] += 1
+    return tuple(MatrixKind(number, *kind) for kind, number in found.items())
+
+
+def count_work(
+    network: NetworkSpec,
+    kinds: tuple[MatrixKind, ...],
+    tokens: int,
+    cached: int,
+    rows: int,
+    batch: int = 1,
+    *,
+    element_bytes: int = 4,
+) -> Work:
+    """``work_of`` with the matrices sorted already."""
+    vectors = network.vector_elements + batch * tokens * network.hidden_size  # of the embedding: a row a token
+    weight_bytes = element_bytes * vectors
+    macs: Counter[str] = Counter()
+    for kind in kinds:
+        scored = batch * (rows if kind.part == "head" else tokens)
         if scored == 0:
             continue
-        chosen = FORMATS[layers.get(layer.path, HIGH)]
-        reached = layer.count * (1 - (1 - layer.share) ** scored)
-        weight_bytes += round(reached * _matrix_bytes(chosen, layer.inputs, layer.outputs, element_bytes))
-        kind = f"{'head' if is_head else 'layers'}.{chosen.activations or FULL}"
-        macs[kind] += round(scored * layer.count * layer.share) * layer.inputs * layer.outputs
+        reached = kind.experts * (1 - (1 - kind.share) ** scored)
+        weight_bytes += kind.number * round(reached * kind.expert_bytes)
+        macs[f"{kind.part}.{kind.arithmetic}"] += kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
     # Queries with keys, then weights with values; every token sees the cached ones and those of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
