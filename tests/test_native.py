@@ -6,6 +6,7 @@ Builds live in build/native-asan and build/native-release, so that only the firs
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import shutil
@@ -93,8 +94,11 @@ def build(folder: Path, *options: str) -> Path:
         "-UONNXRUNTIME_C_API_DIR",
         "-DCMAKE_INSTALL_LIBDIR=lib",
     ]
-    succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
-    succeed(tool("cmake"), "--build", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # workers share the folder, and two builds at once break each other's files
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
+        succeed(tool("cmake"), "--build", folder)
     return folder
 
 
