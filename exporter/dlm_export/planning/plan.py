@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.bundle import OutputError
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import Measured, interpolated_ratio
@@ -198,14 +197,11 @@ def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> P
 
 def weights_bytes(shape: Shape, precision: Precision) -> int:
     """Bytes of all weights, embedding and scales included."""
-    network, held = shape.network, dict(precision.layers)
-    elements = network.parameter_count() - sum(math.prod(layer.shape) for layer in network.linear_layers())
-    matrices = 0
-    for layer in network.linear_layers():
-        chosen = FORMATS[held.get(layer.path, HIGH)]
-        full = precision.element_bytes * layer.inputs * layer.outputs
-        matrices += layer.count * (full if chosen.weights is None else chosen.weight_bytes(layer.inputs, layer.outputs))
-    return precision.element_bytes * elements + matrices
+    network, kinds = shape.network, _kinds(shape, precision)
+    matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
+    # The head is among them; a tied one is the embedding table.
+    vectors = network.vector_elements + (0 if network.tied_head else network.vocab_size * network.hidden_size)
+    return precision.element_bytes * vectors + matrices
 
 
 def memory_bytes(shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int) -> int:

@@ -71,9 +71,13 @@ class Folded:
             array = array * self.columns[parameter]
         return np.ascontiguousarray(array, dtype=dtype)
 
+    @functools.cached_property
+    def _readers(self) -> dict[str, list[LinearSpec]]:
+        return by_site(self.network.linear_layers())
+
     def fold(self, of: str, scales: np.ndarray) -> None:
         """Divide the input at a site by ``scales`` ``[K]``, and multiply the rows of all matrices that read it."""
-        readers = by_site(self.network.linear_layers())[of]
+        readers = self._readers[of]
         fold = readers[0].fold
         assert fold is not None, of
         # Runs of inputs that read the same elements get one scale.
