@@ -52,7 +52,7 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
         row["free_running"] = {k: v for k, v in found["free_running"].items() if not isinstance(v, list)}
         with dlm_runtime.open(folder) as bundle:
             own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
-            fitted = accuracy.fit_threshold(source, bundle, own.calibration[:FITTED], "fast-dllm", lambda: None)
+            fitted = accuracy.fit_threshold(source, bundle, own.calibration[:FITTED], "fast-dllm", 0, lambda: None)
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold
     with dlm_runtime.open(folder) as bundle:

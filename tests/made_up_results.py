@@ -117,6 +117,10 @@ def made_up_accuracy() -> dict[str, Any]:
                 "reached": True,
                 "quality": "task",
                 "curve": curve,
+                "verdict": "raised",
+                "samples": 32,
+                "difference": 0.0,
+                "interval": [-0.02, 0.02],
             },
             "budgets": [
                 {"name": "max_ce_increase", "limit": 0.01, "value": 0.0108, "passed": False},

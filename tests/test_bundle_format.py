@@ -415,6 +415,10 @@ QUANTISED: dict[str, Any] = {
         "reached": True,
         "quality": "task",
         "curve": [_POINT],
+        "verdict": "kept",
+        "samples": 3,
+        "difference": -0.5,
+        "interval": [-1.0, 0.25],
     },
 }
 """What the manifest of a quantised bundle says beside its name."""

@@ -20,8 +20,8 @@ import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export.judging import judge as judging
 from dlm_export.judging.judge import Budgets, Judgement, judge
-from dlm_export.judging.predictors import BundlePredictor, JudgeError, TorchPredictor
-from dlm_export.judging.threshold import refit_steps, refit_threshold
+from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, TorchPredictor
+from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.network.reference import Canvas, fill, start_canvas
 from dlm_runtime import PRESETS, Policy, RequestError
 
@@ -537,44 +537,72 @@ def writer(good_from: float, hesitation: int = 0) -> Callable[[Sequence[int], in
 GRID = (0.3, 0.5, 0.62, 0.65, 0.8)
 
 
+def fit(reference: Predictor, candidate: Predictor, samples: Sequence[Sample], **options: Any) -> Refit:
+    return refit_threshold(reference, candidate, samples, POLICY, 8, decode, GRID, **options)
+
+
 @pytest.mark.parametrize(("sample", "quality"), [(answered(), "task"), (text_sample(6), "agreement")])
-def test_the_refitted_threshold_gives_the_quality_back_at_the_fewest_passes(sample: Sample, quality: str) -> None:
-    calls = []
-    found = refit_threshold(
-        Scripted(write=writer(0.9)),
-        Scripted(write=writer(0.6, hesitation=3)),
-        [sample] * 2,
-        POLICY,
-        8,
-        decode,
-        GRID,
-        preset="fast-dllm",
-        on_done=lambda: calls.append(1),
-    )
-    assert found.reached
-    assert (found.refitted.threshold, found.refitted.nfe) == (0.65, 9)  # 0.62 takes as many passes and is bolder
+def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(sample: Sample, quality: str) -> None:
+    calls: list[int] = []
+    samples = [sample] * 4
+    hesitating = Scripted(write=writer(0.6, hesitation=3))
+    found = fit(Scripted(write=writer(0.9)), hesitating, samples, preset="fast-dllm", on_done=lambda: calls.append(1))
+    assert (found.verdict, found.reached) == ("lowered", True)
+    assert (found.refitted.threshold, found.refitted.nfe) == (0.62, 9)  # 0.5 loses, and 0.65 saves no more
     assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
-    assert [point.threshold for point in found.curve] == [*GRID, 0.9]
-    assert found.curve[0].quality == (0 if quality == "task" else 0.75)  # of three tokens and the end
-    assert len(calls) == refit_steps(2, POLICY, GRID, is_task=quality == "task")
+    assert (found.difference, found.interval) == (0, (0, 0))
+    assert found.samples == (4 if quality == "task" else 2)
+    assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)  # of three tokens and the end
+    assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()
     assert json.loads(json.dumps(as_dict)) == as_dict
-    assert set(as_dict) == {"preset", "original", "reference", "refitted", "reached", "quality", "curve"}
     assert as_dict["preset"] == "fast-dllm"
 
 
-def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold() -> None:
-    found = refit_threshold(Scripted(write=writer(0.9)), Scripted(write=writer(0.1)), [answered()], POLICY, 8, decode, GRID)
-    assert found.reached
+def test_a_candidate_that_loses_quality_gets_the_lowest_threshold_that_gives_it_back() -> None:
+    grid = (0.5, 0.92, 0.95, 0.97, 0.99)
+    losing = Scripted(write=writer(0.94))
+    found = refit_threshold(Scripted(write=writer(0.9)), losing, [answered()] * 4, POLICY, 8, decode, grid)
+    assert (found.verdict, found.reached, found.refitted.threshold) == ("raised", True, 0.95)
+    assert (found.original.quality, found.refitted.quality) == (0, 1)
+
+
+def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold_and_is_run_once() -> None:
+    calls: list[int] = []
+    found = fit(Scripted(write=writer(0.9)), Scripted(write=writer(0.1)), [answered()], on_done=lambda: calls.append(1))
+    assert (found.verdict, found.reached) == ("kept", True)
+    assert found.refitted == found.original
+    assert len(calls) == 2
+
+
+def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged() -> None:
+    found = fit(Scripted(write=writer(0.2)), Scripted(write=writer(2.0)), [answered()] * 2)
+    assert (found.verdict, found.reached) == ("lost", False)
     assert found.refitted == found.original
 
 
-def test_a_quality_that_no_threshold_gives_back_is_flagged() -> None:
-    found = refit_threshold(Scripted(write=writer(0.2)), Scripted(write=writer(2.0)), [answered()], POLICY, 8, decode, GRID)
-    assert not found.reached
-    assert (found.reference.quality, found.refitted.quality) == (1, 0)
-    assert found.refitted.nfe == min(point.nfe for point in found.curve)
+def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
+    """Equal and cheap at 0.3 or dear at 0.9: a score of 0 everywhere tells nothing."""
+    found = fit(Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4)
+    assert (found.verdict, found.reached, found.reference.quality) == ("untold", False, 0)
+    assert found.refitted == found.original
+
+
+def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
+    """One of four answers lost: a threshold that gives it back may do so by chance, and so may the preset's have lost it."""
+    samples = [answered() for _ in range(4)]
+    lost = samples[2].tokens[: samples[2].prompt_length].tolist()
+    lost[0] += 1
+    samples[2] = replace(samples[2], tokens=np.array([*lost, *samples[2].tokens[samples[2].prompt_length :]]))
+
+    def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
+        return writer(2.0 if list(tokens) == lost and policy.threshold <= 0.9 else 0.1)(tokens, count, policy)
+
+    found = fit(Scripted(write=writer(0.1)), Scripted(write=write), samples)
+    assert (found.verdict, found.reached) == ("kept", False)
+    assert found.difference == -0.25
+    assert found.interval[0] < -0.25 < found.interval[1]
 
 
 @pytest.mark.parametrize("commit", ["static", "factor", "timestep", "entropy_bound", "sequential"])
@@ -588,7 +616,5 @@ def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_tex
     policy = PRESETS["fast-dllm"].with_fields({"block_length": 8, "threshold": 0.05})
     found = refit_threshold(reference, reference, _samples(reference, 2), policy, 8, no_text, (0.01, 0.5))
     assert found.quality == "agreement"  # no tokenizer, so that answers cannot be read
-    assert found.reached
-    assert found.original == found.reference
-    assert found.refitted.nfe <= found.reference.nfe
-    assert found.curve[-1].nfe >= found.curve[0].nfe
+    assert (found.verdict, found.reached) == ("kept", True)
+    assert found.refitted == found.original == found.reference

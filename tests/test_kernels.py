@@ -28,7 +28,7 @@ from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle import finish
 from dlm_export.graph import functions
-from dlm_runtime import DlmError, EngineError, RequestError
+from dlm_runtime import DlmError, EngineError, RequestError, _native
 
 SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
 BUNDLES = ("llada-fp32", "dream-fp32", "llada-int8", "dream-int8")  # Dream has grouped queries and biases
@@ -410,3 +410,20 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(groups: int, col
     whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
     assert (whole[:, :columns] == codes).all()
     assert (whole[:, columns:] == 0).all()
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
+    bundles: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's own way to load operators gives what the runtime gives, bit by bit; with no kernels too."""
+    tokens = list(range(12))
+    for chosen in (kernels, "none"):
+        monkeypatch.setenv("DLM_KERNELS", chosen)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 4
+        options.register_custom_ops_library(_native.library()._name)
+        session = onnxruntime.InferenceSession(bundles[name] / GRAPH, options, providers=["CPUExecutionProvider"])
+        found = np.asarray(session.run(["logits"], feeds_of(bundles[name], tokens, tokens))[0])[0]
+        with dlm_runtime.open(bundles[name], threads=1) as opened:
+            np.testing.assert_array_equal(found, opened.logits(tokens))

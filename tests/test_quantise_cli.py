@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
@@ -62,17 +63,14 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
     assert precision["layers"]["head"] == "high"
     assert precision["calibration"]["states"] == 24
     assert len(precision["calibration"]["states_sha256"]) == 64
-    assert (
-        manifest["loop"]["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
-        or not (precision["threshold"]["reached"])
-    )
+    assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
     accuracy = json.loads((folder / "accuracy.json").read_text())
     assert {row["layer"] for row in accuracy["judgement"]["layers"]} == {
         layer for layer, name in precision["layers"].items() if name != "high"
     }
     assert len(accuracy["judgement"]["buckets"]) == 10
     assert "<svg" in (folder / "report.html").read_text()
-    assert "random token ids" in printed["warnings"][0]
+    assert "made-up samples (random ids)" in printed["warnings"][0]
     assert printed["parity"]["passed"]
     with dlm_runtime.open(folder, threads=1) as bundle:
         assert bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, preset="fast-dllm").nfe > 0
@@ -271,3 +269,46 @@ def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_
 def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> None:
     result = _run("compare", llada_bundle, llada_bundle, "--judged", 2)
     assert "Warning: no --data: judged by made-up samples (random ids)" in result.stderr
+
+
+def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(tmp_path: Path, out: Path) -> None:
+    """Nothing pads its canvases and nothing ends its text."""
+    endless = llada_config(n_layers=1, eos_token_id=None, pad_token_id=None)
+    checkpoint = write_checkpoint(tmp_path / "endless", endless, seed=3)
+    result = _run("build", checkpoint, "--precision", "fp8", "-o", out, *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["parity"]["passed"]
+    assert printed["judgement"]["data"]["samples"] == 2
+    assert _run("compare", out, out, "--judged", 2).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_ranges"), [("int8", False), ("int8-static", True)], ids=["ranges of each pass", "static ranges"]
+)
+def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_always(
+    llada_checkpoint: Path, out: Path, precision: str, has_ranges: bool
+) -> None:
+    result = _run("build", llada_checkpoint, "--precision", precision, "-o", out, *SMALL)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stderr.split())
+    assert ("values beyond them are clipped" in told) == has_ranges
+    assert "no --calib: judged by made-up samples (random ids). The loss on text of your own is not known" in told
+
+
+def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
+    """A random denoiser on real questions: right nowhere, at 0.5 as at 0.995."""
+    checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
+    weights = load_file(checkpoint / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: torch.randn(each.shape, generator=generator).to(each.dtype) * 0.05 for name, each in weights.items()}
+    save_file(noise, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    result = _run(
+        "build", checkpoint, "--precision", "int8", "-o", out, "--judged", 2, "--calib-samples", 4, "--calib-states", 2
+    )
+    assert result.exit_code == 0, result.output
+    assert "stays at 0.9: the reference itself gets none of 2 samples right" in " ".join(result.stdout.split())
+    manifest = json.loads((out / "manifest.json").read_text())
+    found = manifest["precision"]["threshold"]
+    assert (found["verdict"], found["reached"], found["reference"]["quality"]) == ("untold", False, 0)
+    assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == 0.9

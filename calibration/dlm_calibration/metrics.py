@@ -163,6 +163,13 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
     return float(low), float(high)
 
 
+def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
+    """95% bootstrap interval of the mean of paired differences ``[N]``."""
+    interval = ratio_interval(differences, np.ones(len(differences)), seed)
+    assert interval is not None  # nothing is divided by
+    return interval
+
+
 def bits_per_byte(nats: float, text_bytes: int) -> float | None:
     """A bound on the negative log-likelihood, in bits a byte of the text; None without text."""
     return nats / math.log(2) / text_bytes if text_bytes else None
@@ -365,11 +372,9 @@ def _task(samples: Sequence[Sample], reference: Sequence[Run], candidate: Sequen
     if not len(right):
         return None
     difference = right[:, 1] - right[:, 0]
-    interval = ratio_interval(difference, np.ones(len(right)), seed)
-    assert interval is not None
     return {
         "reference": float(right[:, 0].mean()),
         "candidate": float(right[:, 1].mean()),
         "difference": float(difference.mean()),
-        "difference_interval": list(interval),
+        "difference_interval": list(difference_interval(difference, seed)),
     }

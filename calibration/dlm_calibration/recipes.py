@@ -86,6 +86,15 @@ FORMATS: dict[str, LayerFormat] = {
     "nvfp4": LayerFormat("nvfp4", "nvfp4", is_static=True, group_size=16),
     "nvfp4-weight": LayerFormat("nvfp4", group_size=16),
 }
+NEXT: dict[str, tuple[str, ...]] = {
+    "int8-dynamic": ("int8-weight",),
+    "int4-g128": ("int4-g64", "int4-g32", "int8-weight"),
+    "int4-g64": ("int4-g32", "int8-weight"),
+    "int4-g32": ("int8-weight",),
+    "nvfp4": ("fp8", "int8-weight"),
+    "nvfp4-weight": ("int8-weight",),
+}
+"""What a layer is held in whose shape does not suit its format: the first that its shape and the target take, else ``HIGH``."""
 OBSERVERS = ("max", "percentile", "mse", "entropy")
 SOLVERS = ("nearest", "awq", "gptq")
 EMBEDDINGS = ("int8", "fp8")
@@ -124,8 +133,7 @@ class Recipe:
             matched = fnmatch.filter(layers, pattern)
             if not matched:
                 raise RecipeError(
-                    f"recipe {self.name}: no layer is called {pattern!r}. Layers are {_abridged(layers)}; "
-                    "* stands for anything."
+                    f"recipe {self.name}: no layer is called {pattern!r}. Layers are {abridged(layers)}; * stands for anything."
                 )
             chosen |= dict.fromkeys(matched, name)
         return chosen
@@ -219,6 +227,6 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
     return Recipe(values.get("name", Path(where).stem), tuple(layers.items()), **rest)
 
 
-def _abridged(layers: Sequence[str]) -> str:
+def abridged(layers: Sequence[str]) -> str:
     """Layer names with the block's number left open, each once."""
     return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers))

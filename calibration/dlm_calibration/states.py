@@ -57,7 +57,7 @@ class Sample:
 
 
 def read_samples(
-    path: Path, tokenizer: Tokenizer | None, *, eos_token_id: int, max_canvas_length: int, limit: int | None = None
+    path: Path, tokenizer: Tokenizer | None, *, eos_token_id: int | None, max_canvas_length: int, limit: int | None = None
 ) -> list[Sample]:
     """Samples of a JSONL file, or of a ``.txt`` file whose paragraphs are separated by blank lines.
 
@@ -97,7 +97,7 @@ def read_samples(
 
 
 def builtin_samples(
-    tokenizer: Tokenizer | None, *, eos_token_id: int, max_canvas_length: int, limit: int | None = None
+    tokenizer: Tokenizer | None, *, eos_token_id: int | None, max_canvas_length: int, limit: int | None = None
 ) -> list[Sample]:
     """The short English prompts and completions that come with the package, as chats where the tokenizer has a template.
 
@@ -170,7 +170,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
             lines, size = [], 0
 
 
-def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int) -> Sample:
+def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
     """Raises ValueError (a RequestError is one): what is wrong with this line."""
     try:
         record = json.loads(line)
@@ -213,17 +213,18 @@ def _conversation(messages: Any) -> tuple[list[dict[str, Any]], str]:
 
 
 def _completed(
-    tokenizer: Tokenizer, prompt: str, chat: list[dict[str, Any]] | None, completion: str, eos_token_id: int
+    tokenizer: Tokenizer, prompt: str, chat: list[dict[str, Any]] | None, completion: str, eos_token_id: int | None
 ) -> Sample:
-    """Prompt, completion and eos. Raises ValueError."""
+    """Prompt, completion and, where there is one, the end token. Raises ValueError."""
     if not completion.strip():
         raise ValueError("an empty completion: leave this line out")
     given = tokenizer.encode(prompt) if chat is None else tokenizer.encode_chat(chat)
-    tokens = [*given, *tokenizer.encode_plain(completion), eos_token_id]
+    end = [] if eos_token_id is None else [eos_token_id]
+    tokens = [*given, *tokenizer.encode_plain(completion), *end]
     return Sample(np.array(tokens, dtype=np.int64), len(given), completion, prompt)
 
 
-def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int) -> Sample:
+def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
     """A sample of plain text. Raises ValueError."""
     plain, wrapped = tokenizer.encode_plain(text), tokenizer.encode(text)
     if not plain:
@@ -264,7 +265,7 @@ def make_states(
     samples: Iterable[Sample],
     *,
     mask_token_id: int,
-    pad_token_id: int,
+    pad_token_id: int | None,
     block_length: int,
     max_canvas_length: int,
     seed: int,
@@ -382,9 +383,9 @@ def _alternating(shares: Sequence[float]) -> Iterator[int]:
         yield chosen
 
 
-def pad_to_blocks(sample: Sample, pad_token_id: int, block_length: int, max_canvas_length: int) -> np.ndarray:
-    """The sample's tokens ``[L]``, a completion filled up to whole blocks or to the canvas's end."""
-    if sample.answer is None or block_length < 1:
+def pad_to_blocks(sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int) -> np.ndarray:
+    """The sample's tokens ``[L]``, a completion filled up to whole blocks or to the canvas's end; None: not at all."""
+    if sample.answer is None or block_length < 1 or pad_token_id is None:
         return sample.tokens
     blocks = -(-(len(sample.tokens) - sample.prompt_length) // block_length)
     length = max(len(sample.tokens), min(sample.prompt_length + blocks * block_length, max_canvas_length))

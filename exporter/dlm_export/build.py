@@ -109,7 +109,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     with bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder:
         text = write_text(source.text, folder)
         quantised = quantise(job, text.tokenizer, stages) if request.is_quantised else None
-        write_graph(job, quantised, folder, stages)
+        taps = write_graph(job, quantised, folder, stages)
         manifest = _make_manifest(job, quantised, text)
         with stages.stage("hash files", 1) as advance:
             hashed = bundle_files.finish(folder, manifest)
@@ -121,7 +121,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             hashed = bundle_files.finish(folder, manifest, hashed)
         proof = None
         if request.options.check_parity:
-            proof = prove(job, quantised, folder, output, stages)
+            proof = prove(job, quantised, taps, folder, output, stages)
             manifest = proof.applied(manifest)
             _write_proof(proof, folder, manifest, hashed)
             bundle_files.finish(folder, manifest, hashed)
@@ -183,9 +183,12 @@ def _report(
     stages: Stages,
 ) -> BuildReport:
     request = job.request
-    warnings = list(job.source.notes)
-    if quantised is not None and quantised.calibration is not None and quantised.calibration.data.warning:
-        warnings.append(quantised.calibration.data.warning)
+    warnings = [*job.source.notes, *job.notes]
+    if quantised is not None and quantised.calibration is not None:
+        is_judged = proof is not None
+        warnings += quantised.calibration.data.doubts(
+            option="--calib", has_ranges=bool(quantised.numbers.amax), is_judged=is_judged
+        )
     warnings += [f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings]
     elsewhere = [target for target in request.targets if request.on_gpu and target.name not in request.builders]
     return BuildReport(

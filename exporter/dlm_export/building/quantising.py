@@ -12,7 +12,6 @@ from dlm_calibration.states import State
 from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
-from dlm_export.graph import quantise as operands
 from dlm_export.graph import trace
 from dlm_export.judging import auto
 from dlm_export.memory import give_back
@@ -66,10 +65,9 @@ def quantise(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Quantised
     is_stored = request.options.precision == STORED
     layers = source.network.quantisable()
     recipe = stored_recipe(source) if is_stored else request.recipe
-    formats = None
-    if recipe is not None:
+    formats = job.formats
+    if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
-        operands.check(layers, formats, for_tensorrt=request.on_gpu)
     # A search measures on states; a pre-quantised checkpoint brings its ranges along.
     needs_states = recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     calibration = None
@@ -138,8 +136,6 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
     request, options = job.request, job.request.options.quantise
     formats = auto.formats_for(request.targets, options.auto)
     network = job.source.network
-    for name in formats if request.on_gpu else ():
-        operands.check(network.quantisable(), dict.fromkeys(network.quantisable(), name), for_tensorrt=True)
     with stages.stage("search", auto.units(network, formats, len(calibration.states))) as advance:
         return auto.search(
             job.source,
@@ -150,4 +146,5 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
             options.budgets.max_ce_increase,
             options.calibration.seed,
             advance,
+            for_tensorrt=request.on_gpu,
         )

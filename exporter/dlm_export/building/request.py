@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dlm_calibration.recipes import FORMATS, Recipe
+from dlm_calibration.recipes import FORMATS, HIGH, NEXT, Recipe, abridged
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
+from dlm_export.graph import quantise as operands
 from dlm_export.graph import trace
 from dlm_export.judging import parity
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
 from dlm_export.targets import AUTO, STORED, Target, TargetError
@@ -62,6 +64,10 @@ class Job:
     """Full precision of what is not quantised."""
     preset: str
     """The loop whose canvases calibrate, and by which the bundle is judged."""
+    formats: Mapping[str, str] | None
+    """Layer -> its format, where the recipe is known beforehand."""
+    notes: tuple[str, ...] = ()
+    """Layers that are held in another format than was asked for, for people."""
 
 
 def check_request(options: BuildOptions) -> Request:
@@ -92,13 +98,40 @@ def check_job(request: Request, source: Source) -> Job:
     """Raises RequestError, RecipeError, EngineError, DlmError if the source, this machine or a target is not up to it."""
     options, network = request.options, source.network
     preset, _ = samples.threshold_preset(network, source.presets, options.quantise.calibration.preset)
-    job = Job(request, source, request.base_of(source), preset)
+    formats: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()
+    if request.recipe is not None:
+        asked = request.recipe.formats(list(network.quantisable()))
+        formats = {path: held_in(request, layer, asked[path]) for path, layer in network.quantisable().items()}
+        notes = _told(request, network, asked, formats)
+    job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
         parity.check_host_memory(network.parameter_count(), "the parity check", instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
     return job
+
+
+def held_in(request: Request, layer: LinearSpec, name: str) -> str:
+    """The format that a layer is held in: the one asked for or, where its shape does not suit that, the next that all targets
+    take."""
+    choices = [name, *(other for other in NEXT.get(name, ()) if not any(target.missing([other]) for target in request.targets))]
+    fitting = (other for other in choices if operands.misfit(layer, other, for_tensorrt=request.on_gpu) is None)
+    return next(fitting, HIGH)
+
+
+def _told(request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]) -> tuple[str, ...]:
+    """One sentence for all layers that are held in the same format for the same reason."""
+    kept: dict[tuple[str | None, str], list[str]] = {}
+    for path, layer in network.quantisable().items():
+        if held[path] != asked[path]:
+            why = operands.misfit(layer, asked[path], for_tensorrt=request.on_gpu)
+            kept.setdefault((why, held[path]), []).append(path)
+    return tuple(
+        f"{why}: {len(paths)} layer{'s' * (len(paths) > 1)} ({abridged(paths)}) in {'full precision' if name == HIGH else name}"
+        for (why, name), paths in kept.items()
+    )
 
 
 def _check_device_memory(job: Job) -> None:
@@ -112,11 +145,11 @@ def _check_device_memory(job: Job) -> None:
 
 
 def _planned_weight_bytes(job: Job) -> int:
-    network, recipe = job.source.network, job.request.recipe
+    network = job.source.network
     layers = network.quantisable()
     element_bytes = trace.element_type(job.base).itemsize
     total = int(element_bytes * network.parameter_count())
-    for layer, name in ({} if recipe is None else recipe.formats(list(layers))).items():
+    for layer, name in (job.formats or {}).items():
         if FORMATS[name].weights is not None:
             inputs, outputs = layers[layer].inputs, layers[layer].outputs
             total += FORMATS[name].weight_bytes(inputs, outputs) - int(element_bytes * inputs * outputs)

@@ -14,6 +14,7 @@ from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.graph import functions, fuse, quantise, trace, widen, write
+from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.progress import Stages
 from dlm_export.quantising.calibrate import Quantisation
 from dlm_runtime.tokenizer import Tokenizer
@@ -43,12 +44,16 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
     return Text(tokenizer, None if template is None else {"file": template.name, "special_tokens": files.special_tokens})
 
 
-def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> None:
-    """Trace the denoiser, give its layers their operands and operators, and write it with its weights."""
+def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> dict[str, Tap]:
+    """Trace the denoiser, give its layers their operands and operators, and write it with its weights.
+
+    Returns where layers stand in the graph, by path.
+    """
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         device = traced.clone() if request.on_gpu else None
+        taps = find_taps(traced)
         advance()
     read: ReadParameter = source.parameters.read
     if quantised is not None:
@@ -69,6 +74,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         fuse.fuse(traced)
     with stages.stage("write weights", write.data_bytes(source.network, job.base)) as advance:
         write.write_graph(traced, read, folder, advance, device)
+    return taps
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:

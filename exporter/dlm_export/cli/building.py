@@ -32,6 +32,7 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table,
 if TYPE_CHECKING:
     from dlm_export.build import BuildReport
     from dlm_export.judging.auto import CurvePoint
+    from dlm_export.judging.parity import Parity
     from dlm_export.judging.threshold import Refit
     from dlm_export.tensorrt.engine import Built
 
@@ -145,15 +146,31 @@ def print_build(report: BuildReport) -> None:
     if report.parity is None:
         click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
     else:
-        worst = max(row.relative for row in report.parity.graph)
-        equal = sum(row.canvases_equal for row in report.parity.loop)
-        total = sum(row.canvases for row in report.parity.loop)
-        limit = report.parity.tolerance
         click.echo(
-            f"Parity with {report.parity.reference} holds: logits within {worst:.1e} of their range ({limit.relative:.1e} "
-            f"allowed), {equal} of {total} canvases of random prompts equal ({limit.agreement:.0%} asked). "
+            f"Parity with {report.parity.reference} holds: {_shown_parity(report.parity)}. "
             "With the released code: not compared (`dlm-export capture`, `verify --golden`)"
         )
+
+
+def _shown_parity(parity: Parity) -> str:
+    """What was compared, and how far it was apart."""
+    from dlm_export.judging.parity import LOGITS
+
+    pass_apart = max(row.relative for row in parity.graph)
+    limit = parity.tolerance
+    if parity.layers:
+        count = sum(row.layer != LOGITS for row in parity.layers)
+        worst = max(row.worst for row in parity.layers)
+        return (
+            f"{count} quantised layers and what lies between them, each from equal inputs, within {worst:.1e} of their range "
+            f"({limit.relative:.1e} allowed). A whole pass, in which codes that flip add up, is judged, not held to a limit: "
+            f"logits of random prompts within {pass_apart:.1e}"
+        )
+    equal, total = (sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases"))
+    return (
+        f"logits within {pass_apart:.1e} of their range ({limit.relative:.1e} allowed), {equal} of {total} canvases of random "
+        f"prompts equal ({limit.agreement:.0%} asked)"
+    )
 
 
 def print_engine(built: Built, size: int) -> None:
@@ -201,20 +218,18 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """The re-fitted threshold, with what it gives and costs."""
-    found = refit.as_dict()
-    reference, original, refitted = found["reference"], found["original"], found["refitted"]
-    kept = (
-        "gives the reference's quality back"
-        if found["reached"]
-        else "comes nearest to the reference's quality; none reaches it"
-    )
-    figures = "; ".join(
-        f"{name} {point['quality']:.3f} in {point['nfe']:.2f} passes"
-        for name, point in (
-            (f"{found['quality']} there", refitted),
-            (f"at {original['threshold']:g}", original),
-            ("the reference", reference),
-        )
-    )
-    click.echo(f"Threshold of {found['preset']}: {refitted['threshold']:g} {kept} ({figures})")
+    """What became of the preset's threshold, and the figures that this rests on."""
+    low, high = refit.interval
+    lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
+    original, there = refit.original.threshold, refit.refitted.threshold
+    saved = f"{refit.original.nfe:.2f} passes become {refit.refitted.nfe:.2f}"
+    is_open = "; whether it reaches the reference's takes more samples to tell (--judged)"
+    told = {
+        "kept": f"stays at {original:g}; quality {lost}{'' if refit.reached else is_open}",
+        "raised": f"raised from {original:g} to {there:g}; quality {lost}{'' if refit.reached else is_open}",
+        "lowered": f"lowered from {original:g} to {there:g}, {saved}; quality {lost}",
+        "lost": f"stays at {original:g}; quality {lost}, and no threshold gives it back",
+        "untold": f"stays at {original:g}: the reference itself gets none of {refit.samples} samples right, so that nothing "
+        "tells one threshold from another; give data that it can answer",
+    }
+    click.echo(f"Threshold of {refit.preset} ({refit.quality} against the reference): {told[refit.verdict]}")

@@ -38,16 +38,9 @@ from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import LinearSpec
-from dlm_runtime.errors import DlmError
 
 TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
-
-
-class QuantiseError(DlmError):
-    """A layer cannot be quantised as asked."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -67,25 +60,16 @@ def _weight(node: ir.Node) -> ir.Value | None:
     return node.inputs[1]
 
 
-def check(layers: Mapping[str, LinearSpec], formats: Mapping[str, str], *, for_tensorrt: bool = False) -> None:
-    """Raises QuantiseError for a layer whose shape does not suit its format; TensorRT takes no group that is short."""
-    for layer, name in formats.items():
-        inputs = layers[layer].inputs
-        size = FORMATS[name].group_size
-        if for_tensorrt and FORMATS[name].weights == "int4" and size is not None and inputs % size:
-            raise QuantiseError(
-                f"{layer}: {name} has groups of {size}, and {inputs} inputs are no multiple, as TensorRT wants it. "
-                "Choose smaller groups (int4 has 64), or give the layer another format in a recipe."
-            )
-        if FORMATS[name].weights == "int8" and FORMATS[name].activations and not FORMATS[name].is_static and inputs % 4:
-            raise QuantiseError(
-                f"{layer}: {name} multiplies four inputs at a time, and {inputs} are no multiple. "
-                "Give it another format in a recipe."
-            )
-        if FORMATS[name].weights == "nvfp4" and inputs % 16:
-            raise QuantiseError(
-                f"{layer}: NVFP4 has groups of 16, and {inputs} inputs are no multiple. Give it another format in a recipe."
-            )
+def misfit(layer: LinearSpec, name: str, *, for_tensorrt: bool = False) -> str | None:
+    """Why a layer's shape does not suit a format, None where it does; TensorRT takes no group that is short."""
+    chosen, inputs = FORMATS[name], layer.inputs
+    size = chosen.group_size
+    if size is not None and inputs % size and (for_tensorrt or chosen.weights == "nvfp4"):
+        return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
+    is_dynamic = chosen.weights == "int8" and chosen.activations is not None and not chosen.is_static
+    if is_dynamic and inputs % functions.DOT:
+        return f"{name} multiplies {functions.DOT} inputs at a time, and {inputs} are no multiple"
+    return None
 
 
 def rewrite(

@@ -21,7 +21,7 @@ from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
 from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
 from dlm_export.judging.report import write_report
-from dlm_export.judging.threshold import THRESHOLDS, Refit, refit_threshold
+from dlm_export.judging.threshold import Refit, refit_steps, refit_threshold
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress
@@ -126,8 +126,8 @@ def judge_bundle(
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
     with dlm_runtime.open(folder, engine=options.engine, threads=options.threads) as bundle:
         data = load_data(source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False)
-        if data.warning:
-            warn(data.warning)
+        for doubt in data.doubts(option="--data"):
+            warn(doubt)
         samples = data.judging[: options.judged]
         preset, _ = threshold_preset(source.network, source.presets, options.data.preset)
         progress.start("judge", judge_units(samples))
@@ -155,8 +155,8 @@ def compare_bundles(
         sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
         check_comparable(*sides)  # before any data is read
         data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
-        if data.warning:
-            warn(data.warning)
+        for doubt in data.doubts(option="--data"):
+            warn(doubt)
         samples = data.judging[: options.judged]
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.data.preset)
@@ -203,9 +203,10 @@ def fit_threshold(
     bundle: dlm_runtime.Bundle,
     samples: Sequence[Sample],
     preset: str,
+    seed: int,
     on_done: Callable[[], None],
 ) -> Refit:
-    """The threshold that gives the source's quality back at the fewest passes; on samples that are not judged by."""
+    """Whether the bundle wants another threshold than its source; on samples that are not judged by."""
     c, policy = source.network, source.presets[preset]
     return refit_threshold(
         TorchPredictor(families.load(source.parameters, c), "fp32"),
@@ -215,6 +216,7 @@ def fit_threshold(
         new_tokens(samples, policy, c),
         decoder(bundle),
         preset=preset,
+        seed=seed,
         on_done=on_done,
     )
 
@@ -273,9 +275,9 @@ def judge_units(samples: Sequence[Sample]) -> int:
     return 2 * len(samples)
 
 
-def fit_units(samples: Sequence[Sample]) -> int:
+def fit_units(samples: Sequence[Sample], policy: Policy) -> int:
     """How often ``fit_threshold`` calls ``on_done``, at most."""
-    return (len(THRESHOLDS) + 3) * len(samples)
+    return refit_steps(len(samples), policy)
 
 
 def masked_loss(reference: Predictor, candidate: Predictor, samples: Sequence[Sample], policy: Policy, seed: int) -> float:

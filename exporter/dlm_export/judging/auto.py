@@ -16,6 +16,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import Sample, State
 from dlm_export import families
+from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy import Sweep, masked_loss
 from dlm_export.judging.predictors import TorchPredictor
 from dlm_export.network.spec import LinearSpec, NetworkSpec
@@ -90,18 +91,19 @@ def search(
     budget: float | None,
     seed: int,
     on_done: Callable[[], None],
+    *,
+    for_tensorrt: bool = False,
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
-    Deterministic for the same arguments. Raises RecipeError if not even the first move keeps
-    the budget.
+    A layer whose shape does not suit a format goes without it; ``for_tensorrt``: TensorRT takes fewer shapes. Deterministic for
+    the same arguments. Raises RecipeError if not even the first move keeps the budget.
     """
     budget = DEFAULT_BUDGET if budget is None else budget
     layers = searched(source.network)
     ready = {}
     for name in formats:
-        # A layer whose shape does not suit the format goes without it.
-        fitting = {path: name for path, layer in layers.items() if FORMATS[name].weights != "nvfp4" or layer.inputs % 16 == 0}
+        fitting = {path: name for path, layer in layers.items() if misfit(layer, name, for_tensorrt=for_tensorrt) is None}
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
         ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done)
     denoiser = families.load(source.parameters, source.network)

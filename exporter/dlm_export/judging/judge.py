@@ -59,17 +59,18 @@ def compare_masked(
 ) -> list[Masked]:
     """Compare each of ``others`` with the reference on the same canvases: every sample once at each of ``MASK_RATIOS``.
 
-    Completions are padded with the end token to whole blocks, as denoisers are trained and decoded; what lies behind their
-    first end token is masked with the rest and not scored. A sample's masks depend on its place and the seed alone.
-    ``on_done`` is called once a sample. Raises JudgeError.
+    Completions are padded with the end token, where there is one, to whole blocks, as denoisers are trained and decoded; what
+    lies behind their first end token is masked with the rest and not scored. A sample's masks depend on its place and the seed
+    alone. ``on_done`` is called once a sample. Raises JudgeError.
     """
     limit = min(p.max_canvas_length for p in (reference, *others))
+    end_token_id = next(iter(reference.eos_token_ids), None)
     found: list[list[tuple[metrics.Rows, int, int, float]]] = [[] for _ in others]
     for number, sample in enumerate(samples):
         start, end = scored_span(sample, reference.shift, reference.eos_token_ids)
         if start >= end:
             raise JudgeError(f"sample {number + 1}: nothing behind its prompt to predict: leave it out")
-        canvas = pad_to_blocks(sample, reference.eos_token_ids[0], block_length, limit)
+        canvas = pad_to_blocks(sample, end_token_id, block_length, limit)
         rng = np.random.default_rng([seed, number])
         for index, mask_ratio in enumerate(MASK_RATIOS):
             masked = mask_share(canvas, mask_ratio, reference.mask_token_id, rng, start)

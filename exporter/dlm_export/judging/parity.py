@@ -8,7 +8,7 @@ cannot see a checkpoint that we misread, because both sides misread it. A bundle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ PROMPT_LENGTH = 12  # tokens of a random prompt
 TAIL_LENGTH = 48  # random tokens behind a prompt
 ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
 OUR_DENOISER = "our torch denoiser"
+LOGITS = "logits"  # what a row of parts calls the network's end
 
 
 class ParityError(DlmError):
@@ -44,19 +45,10 @@ class Tolerance:
 
 
 # fp32: sums of a few thousand terms in another order. fp16: 11-bit significands through every layer; ties may flip tokens.
-# quantised, against torch on the same quantised values: an input at a rounding boundary takes the neighbouring code there,
-# and where predictions are near-ties, as on random prompts, a token follows it.
-# bf16: 8-bit significands, eight times as coarse as fp16's; torch's side stays fp32. Four-bit activations rounded from them
-# move between codes in every layer (0.22 of the range was seen), and on random prompts, near-ties all, canvases follow: a wrong
-# scale or a lost layer still shows, and judging tells what the format costs.
-TOLERANCES = {
-    "fp32": Tolerance(2e-4, 1.0),
-    "fp16": Tolerance(2e-2, 0.8),
-    "bf16": Tolerance(1.6e-1, 0.5),
-    "quantised": Tolerance(5e-2, 0.5),
-    "quantised, bf16": Tolerance(1.6e-1, 0.25),
-    "four-bit activations, bf16": Tolerance(4e-1, 0.0),
-}
+# bf16: 8-bit significands, eight times as coarse as fp16's; torch's side stays fp32.
+TOLERANCES = {"fp32": Tolerance(2e-4, 1.0), "fp16": Tolerance(2e-2, 0.8), "bf16": Tolerance(1.6e-1, 0.5)}
+# One layer, or what lies between two, by the full precision around quantised layers.
+PART_TOLERANCES = {"fp32": Tolerance(2e-5, 0.0), "fp16": Tolerance(5e-3, 0.0), "bf16": Tolerance(4e-2, 0.0)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +86,44 @@ class LoopRow:
 
 
 @dataclass(frozen=True)
+class LayerRow:
+    """Parity of one quantised layer from equal inputs, over all canvases: worst differences over the range of values.
+
+    ``input_relative`` is of what lies between the layers before and this one. ``output_relative`` leaves out what an input on
+    the boundary between two codes may move; None where a fused operator keeps the output to itself, so that the next row's
+    input has it. The row ``LOGITS`` is what follows the last layer.
+    """
+
+    layer: str
+    format: str
+    input_relative: float
+    output_relative: float | None
+
+    @property
+    def worst(self) -> float:
+        return max(self.input_relative, self.output_relative or 0.0)
+
+
+@dataclass(frozen=True)
 class Parity:
-    """The verdict, with what it rests on; ``reference`` says in words what the bundle was compared with."""
+    """The verdict, with what it rests on; ``reference`` says in words what the bundle was compared with.
+
+    Of a quantised bundle ``layers`` are held to the tolerance, and ``graph`` shows a whole pass, which is judged instead: codes
+    that flip carry on from layer to layer. Of any other there are no ``layers``, and ``graph`` and ``loop`` are held to it.
+    """
 
     precision: str
     tolerance: Tolerance
     graph: list[GraphRow]
     loop: list[LoopRow]
     reference: str = OUR_DENOISER
+    layers: list[LayerRow] = field(default_factory=list)
 
     @property
     def misses(self) -> list[str]:
         """One sentence for everything outside the tolerance; empty when parity holds."""
+        if self.layers:
+            return [miss for row in self.layers for miss in self._missed(row)]
         found = []
         for row in self.graph:
             if not row.relative <= self.tolerance.relative:
@@ -122,6 +140,22 @@ class Parity:
             found.append(f"{total - equal} of {total} canvases differ, first {first}")
         if self.tolerance.agreement == 1.0:
             found += [f"{row.name}: NFE differs from the reference" for row in self.loop if not row.nfe_equal]
+        return found
+
+    def _missed(self, row: LayerRow) -> list[str]:
+        limit = self.tolerance.relative
+        where = "the logits, after the last layer," if row.layer == LOGITS else f"what goes into {row.layer}"
+        found = []
+        if not row.input_relative <= limit:
+            found.append(
+                f"{where} differs from torch's by {row.input_relative:.2e} of its range, more than {limit:.1e}, though the "
+                "layers before it gave both sides the same"
+            )
+        if row.output_relative is not None and not row.output_relative <= limit:
+            found.append(
+                f"{row.layer} ({row.format}) gives another result than torch's from the same input: apart by "
+                f"{row.output_relative:.2e} of its range, more than {limit:.1e} beyond one code's step"
+            )
         return found
 
     @property

@@ -164,6 +164,11 @@ class NetworkSpec:
     pad_token_id: int | None
     noise: str = "absorbing"
 
+    @property
+    def end_token_id(self) -> int | None:
+        """What stands behind a completion and fills its blocks up; None for a denoiser that has no end token."""
+        return next(iter(self.eos_token_ids), None)
+
     # ---- What follows: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:

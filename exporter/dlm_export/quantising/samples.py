@@ -47,12 +47,39 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples to calibrate on and other samples to judge by, with where they came from."""
+    """Samples to calibrate on and other samples to judge by, with where they came from.
+
+    ``is_made_up``: nobody gave any, and they say little of what the denoiser will be asked. ``is_shared``: too few to keep
+    some apart, so that both lists are the same.
+    """
 
     name: str
     calibration: list[Sample]
     judging: list[Sample]
-    warning: str | None
+    is_made_up: bool
+    is_shared: bool
+
+    def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
+        """What a user should know of figures that rest on this data. ``option`` would name better data.
+
+        ``has_ranges``: static activation ranges were found on it; ``is_judged``: a loss was.
+        """
+        found = []
+        if self.is_made_up and has_ranges:
+            found.append(
+                f"no {option}: activation ranges come from made-up samples ({self.name}), and values beyond them are clipped. "
+                f"Give {option} text of the kind that the denoiser will be asked"
+            )
+        if self.is_made_up and is_judged:
+            found.append(
+                f"no {option}: judged by made-up samples ({self.name}). The loss on text of your own is not known; give "
+                f"{option} some, best with answers"
+            )
+        if self.is_shared and is_judged:
+            found.append(
+                f"{self.name}: {len(self.judging)} samples are too few to keep some apart: judged by what was calibrated on"
+            )
+        return found
 
     def provenance(self) -> dict[str, Any]:
         return {"name": self.name, "samples": len(self.calibration), "sha256": samples_sha256(self.calibration)}
@@ -82,34 +109,23 @@ def load_data(
     c = network
     own = folder / CALIBRATION_FILE
     path = options.data or (own if own.is_file() and tokenizer is not None else None)
-    limits = {"eos_token_id": c.eos_token_ids[0], "max_canvas_length": c.max_canvas_length}
-    warning = None
+    limits: dict[str, Any] = {"eos_token_id": c.end_token_id, "max_canvas_length": c.max_canvas_length}
     if path is not None:
         if tokenizer is None:
             raise RequestError(f"{path}: {folder} has no tokenizer to read text with")
         name, samples = path.name, read_samples(path, tokenizer, **limits)
     elif tokenizer is not None:
         name, samples = "built-in", builtin_samples(tokenizer, **limits)
-        warning = (
-            "no --calib data: ranges come from a small built-in set of English prompts. On text of another kind, values "
-            "beyond these ranges are clipped, and the accuracy reported is that of the built-in set."
-        )
     else:
         name, samples = "random ids", _random_samples(c, options)
-        warning = (
-            "no tokenizer and no --calib data: ranges come from random token ids, which no text looks like. Expect a "
-            "higher loss on real text than the one reported."
-        )
-    if warning is not None and not is_calibrating:
-        warning = f"no --data: judged by made-up samples ({name}), which say little of what the denoiser will be asked"
     if options.data is not None and not is_calibrating:
-        return Data(name, [], samples, warning)
+        return Data(name, [], samples, is_made_up=False, is_shared=False)
     judging = samples[JUDGED_EVERY - 1 :: JUDGED_EVERY]
     calibration = [sample for i, sample in enumerate(samples) if i % JUDGED_EVERY != JUDGED_EVERY - 1]
-    if not judging:
+    is_shared = not judging
+    if is_shared:
         calibration, judging = samples, samples
-        warning = f"{name}: {len(samples)} samples are too few to keep some apart: judged by what was calibrated on"
-    return Data(name, calibration[: options.samples], judging, warning)
+    return Data(name, calibration[: options.samples], judging, path is None, is_shared)
 
 
 def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]:
@@ -149,7 +165,7 @@ def calibration_states(
     return make_states(
         data.calibration,
         mask_token_id=c.mask_token_id,
-        pad_token_id=c.eos_token_ids[0],
+        pad_token_id=c.end_token_id,
         block_length=policy.block_length or 32,
         max_canvas_length=c.max_canvas_length,
         per_sample=options.states_per_sample,
