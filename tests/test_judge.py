@@ -552,7 +552,7 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(sa
     assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
-    assert found.samples == (4 if quality == "task" else 2)
+    assert found.samples == 4
     assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)  # of three tokens and the end
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()
@@ -618,3 +618,9 @@ def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_tex
     assert found.quality == "agreement"  # no tokenizer, so that answers cannot be read
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original == found.reference
+
+
+def test_fitting_on_agreement_takes_few_samples_where_runs_of_one_token_a_pass_are_long() -> None:
+    samples = [text_sample(40)] * 8
+    found = refit_threshold(Scripted(write=writer(0.1)), Scripted(write=writer(0.1)), samples, POLICY, 20, decode, GRID)
+    assert found.samples == len(samples) * len(MASK_RATIOS) // 20

@@ -15,7 +15,7 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
-from dlm_calibration.states import Sample
+from dlm_calibration.states import MASK_RATIOS, Sample
 from dlm_export.judging.judge import prompt_of
 from dlm_export.judging.predictors import JudgeError, Predictor, check_comparable
 from dlm_runtime import Policy
@@ -118,10 +118,10 @@ def refit_threshold(
     """Find out whether the candidate wants another threshold than the policy's own, and which of ``grid``.
 
     Quality is the task score if every sample carries an answer and ``decode`` gives text, else the share of tokens equal to
-    the reference's own at one token a pass, over every second sample: a run of that kind takes as many passes as tokens. A
-    candidate that is told to be worse than the reference gets the lowest threshold at which it no longer is, if that is told
-    to be better than the policy's. One that is told to take more passes gets the lowest that costs no quality and makes no
-    fewer passes than the reference: those would be quality spent where the samples cannot see it.
+    the reference's own at one token a pass, on as many samples as take no more passes for that than judging takes for its
+    masked positions. A candidate that is told to be worse than the reference gets the lowest threshold at which it no longer
+    is, if that is told to be better than the policy's. One that is told to take more passes gets the lowest that costs no
+    quality and makes no fewer passes than the reference: those would be quality spent where the samples cannot see it.
 
     ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples, RequestError for a policy
     without threshold.
@@ -135,7 +135,7 @@ def refit_threshold(
         raise JudgeError("no samples to fit the threshold on: give held-out data")
     check_comparable(reference, candidate)
     is_task = all(sample.answer is not None for sample in samples) and decode([]) is not None
-    used = samples if is_task else samples[::2]
+    used = samples if is_task else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
     limit = min(reference.max_canvas_length, candidate.max_canvas_length)
     asked = [prompt_of(sample, max_new_tokens, limit) for sample in used]
 
