@@ -1,5 +1,6 @@
 // Contexts in host memory, for the engines whose passes run there. Each holds one copy of a request's keys and values.
 #include <algorithm>
+#include <cassert>
 #include <climits>
 #include <cstring>
 #include <memory>
@@ -59,6 +60,7 @@ class Slots {
       const size_t head = kept < kept_ ? n : heads_ - 1 - n;  // the way in which parts shift, so that little is in it
       const Range part{head * kept, (head + 1) * kept}, own{head * length_, (head + 1) * length_};
       const auto belongs = [&](size_t row) { return own.holds(row) && !hole.holds(row - own.first); };
+      const size_t begun = moves.size();
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
@@ -67,7 +69,9 @@ class Slots {
         const bool is_swap = !hole.holds(row_at_[slot] % length_);
         put(row_at_[slot], from);
         put(*row, slot);
-        const Move* const last_move = moves.empty() ? nullptr : &moves.back();
+        // Rows of one head go together alone: they come from outside its part, so that what goes to the part cannot overlap
+        // them. The next head's may start where this one's arrived.
+        const Move* const last_move = moves.size() == begun ? nullptr : &moves.back();
         const bool goes_on = last_move != nullptr && last_move->is_swap == is_swap &&
                              last_move->from + last_move->rows == from && last_move->to + last_move->rows == slot;
         if (goes_on) ++moves.back().rows;
@@ -167,6 +171,7 @@ class HostContext final : public Context {
 
   static void apply(const std::vector<Slots::Move>& moves, std::byte* rows, size_t row) {
     for (const Slots::Move& move : moves) {
+      assert(move.from + move.rows <= move.to || move.to + move.rows <= move.from);
       std::byte *const from = rows + move.from * row, *const to = rows + move.to * row;
       if (move.is_swap) std::swap_ranges(from, from + move.rows * row, to);
       else std::memcpy(to, from, move.rows * row);

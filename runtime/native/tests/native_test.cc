@@ -267,72 +267,81 @@ void test_callback_engine(Tally& tally) {
   CHECK_ERROR(dlm::make_callback(nullptr, nullptr, cache), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
 }
 
-// What passes read after a full one and one that refreshes: every row that was kept, once, in any order, that of the last pass
-// which wrote it. Rows are told apart by layer, head (of all requests of a batch), position and pass, keys and values by kind.
-// Layers differ in heads and in the size of one, as some denoisers' do; two of them are alike.
-void test_host_contexts(Tally& tally) {
-  static const dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
-  struct Seen {
-    int passes = 0, wrong = 0;
-    std::map<int, int> wanted;  // position of a cached row: the pass that wrote it
-    const char* start = nullptr;
-  } seen;
-  const dlm_pass_fn run = [](void* user, const dlm_pass* pass) -> dlm_status {
-    auto& noted = *static_cast<Seen*>(user);
-    ++noted.passes;
-    noted.wrong += pass->layers != static_cast<int>(cache.size()) || pass->past_keys == nullptr || pass->past_values == nullptr;
-    noted.wrong += pass->cached != static_cast<int>(noted.wanted.size());
-    const bool is_written = pass->present_keys != nullptr;
-    for (int layer = 0; layer < pass->layers; ++layer)
+// What passes read of the cache: every row outside theirs, once, in any order, that of the last pass which wrote it. Rows are
+// told apart by layer, head (of all requests of a batch), position and pass, keys and values by kind. Layers differ in heads and
+// in the size of one, as some denoisers' do; two of them are alike.
+struct Rows {
+  dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
+  int passes = 0, wrong = 0;
+  std::map<int, int> written;  // by position: the pass that did last
+  const char* start = nullptr;
+
+  // Checks what the pass reads, writes what it shall, and is surest of the last scored row.
+  static dlm_status run(void* user, const dlm_pass* pass) {
+    static_cast<Rows*>(user)->check(*pass);
+    return DLM_OK;
+  }
+
+ private:
+  void check(const dlm_pass& pass) {
+    const auto first = static_cast<int>(pass.position_ids[0]);
+    std::map<int, int> wanted;
+    for (int i = 0; i < pass.tokens + pass.cached; ++i)
+      if (pass.cached > 0 && (i < first || i >= first + pass.tokens)) wanted[i] = written[i];
+    ++passes;
+    wrong += pass.layers != static_cast<int>(cache.size()) || pass.past_keys == nullptr || pass.past_values == nullptr;
+    wrong += pass.cached != static_cast<int>(wanted.size());
+    for (int layer = 0; layer < pass.layers; ++layer)
       for (int kind = 0; kind < 2; ++kind) {
-        const int heads = pass->batch * cache[static_cast<size_t>(layer)].kv_heads;
+        const int heads = pass.batch * cache[static_cast<size_t>(layer)].kv_heads;
         const auto row_bytes = static_cast<int>(cache[static_cast<size_t>(layer)].row_bytes());
-        const auto* const past = static_cast<const char*>((kind == 0 ? pass->past_keys : pass->past_values)[layer]);
-        if (pass->cached == 0) noted.wrong += past != nullptr;
+        const auto* const past = static_cast<const char*>((kind == 0 ? pass.past_keys : pass.past_values)[layer]);
+        if (pass.cached == 0) wrong += past != nullptr;
         for (int head = 0; head < heads; ++head) {
           const char code = static_cast<char>(32 * layer + 16 * kind + head);
           std::map<int, int> there;
-          for (int row = 0; row < pass->cached; ++row) {
-            const char* const bytes = past + (head * pass->cached + row) * row_bytes;
+          for (int row = 0; row < pass.cached; ++row) {
+            const char* const bytes = past + (head * pass.cached + row) * row_bytes;
             there[bytes[0]] = bytes[1];
-            for (int i = 2; i < row_bytes; ++i) noted.wrong += bytes[i] != code;
+            for (int i = 2; i < row_bytes; ++i) wrong += bytes[i] != code;
           }
-          noted.wrong += pass->cached > 0 && there != noted.wanted;
-          if (!is_written) continue;
-          auto* const present = static_cast<char*>((kind == 0 ? pass->present_keys : pass->present_values)[layer]);
-          for (int row = 0; row < pass->tokens; ++row) {
-            char* const bytes = present + (head * pass->tokens + row) * row_bytes;
+          wrong += there != wanted;
+          if (pass.present_keys == nullptr) continue;
+          auto* const present = static_cast<char*>((kind == 0 ? pass.present_keys : pass.present_values)[layer]);
+          for (int row = 0; row < pass.tokens; ++row) {
+            char* const bytes = present + (head * pass.tokens + row) * row_bytes;
             std::memset(bytes, code, static_cast<size_t>(row_bytes));
-            bytes[0] = static_cast<char>(pass->position_ids[row]);
-            bytes[1] = static_cast<char>(noted.passes);
+            bytes[0] = static_cast<char>(pass.position_ids[row]);
+            bytes[1] = static_cast<char>(passes);
           }
-          if (layer + kind + head == 0) {
-            // One copy: new rows are behind the others.
-            const char* const start = present - heads * pass->cached * row_bytes;
-            noted.wrong += noted.start != nullptr && start != noted.start;
-            noted.start = start;
-          }
+          if (layer + kind + head > 0) continue;
+          // One copy: new rows are behind the others.
+          const char* const begins = present - heads * pass.cached * row_bytes;
+          wrong += pass.cached > 0 && begins != start;
+          start = begins;
         }
       }
-    return DLM_OK;
-  };
-  const auto engine = dlm::make_callback(run, &seen, cache);
+    for (int i = 0; pass.present_keys != nullptr && i < pass.tokens; ++i) written[first + i] = passes;
+    for (int row = 0; row < pass.batch * pass.rows; ++row) {
+      pass.top_tokens[2 * row] = 1, pass.top_tokens[2 * row + 1] = 2;
+      pass.top_probs[2 * row] = 0.5f + 0.01f * static_cast<float>(row % pass.rows), pass.top_probs[2 * row + 1] = 0;
+    }
+  }
+};
+
+void test_host_contexts(Tally& tally) {
+  Rows rows;
+  const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
   const auto context = engine->open_context();
   std::vector<int64_t> positions(20);
   std::iota(positions.begin(), positions.end(), 0);
-  std::vector<int> written(20);  // by position
   int batch = 0;
   const auto make = [&](int first, int last, int length, dlm::CacheUse use) {
     const bool reads = use == dlm::CacheUse::read || use == dlm::CacheUse::refresh;
-    seen.wanted.clear();
-    for (int i = 0; reads && i < length; ++i)
-      if (i < first || i >= last) seen.wanted[i] = written[static_cast<size_t>(i)];
     dlm_pass pass{};
     pass.batch = batch, pass.tokens = last - first, pass.cached = reads ? length - pass.tokens : 0;
     pass.position_ids = positions.data() + first;
     context->run(pass, use);
-    if (use == dlm::CacheUse::write || use == dlm::CacheUse::refresh)
-      std::fill(written.begin() + first, written.begin() + last, seen.passes);
   };
   using dlm::CacheUse;
   for (const auto& [requests, length] : {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // smaller ones next, in the same memory
@@ -355,10 +364,72 @@ void test_host_contexts(Tally& tally) {
     make(behind, length, length, CacheUse::read);
     make(0, length, length, CacheUse::none);
   }
-  CHECK(seen.passes == 27 && seen.wrong == 0);
+  CHECK(rows.passes == 27 && rows.wrong == 0);
   CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() && engine->max_batch() == INT32_MAX);
-  const auto none = dlm::make_none(cache);
+  const auto none = dlm::make_none(rows.cache);
   CHECK_ERROR(none->open_context()->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
+}
+
+// Ranges that no policy asks for: each pass over rows that the one before left, in part or whole.
+void test_rows_through_random_ranges(Tally& tally) {
+  uint32_t state = 1;
+  const auto random = [&](int low, int high) {  // both included
+    state = state * 1664525u + 1013904223u;
+    return low + static_cast<int>((state >> 8) % static_cast<uint32_t>(high - low + 1));
+  };
+  std::vector<int64_t> positions(24);
+  std::iota(positions.begin(), positions.end(), 0);
+  int wrong = 0;
+  for (int sequence = 0; sequence < 200; ++sequence) {
+    Rows rows;
+    const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
+    const auto context = engine->open_context();
+    const int length = random(2, 24);
+    dlm_pass pass{};
+    pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
+    context->run(pass, dlm::CacheUse::write);
+    int first = length, last = 0;  // what the next range has to hold, as its rows were not kept
+    for (int i = 0; i < 8; ++i) {
+      first = random(0, std::min(first, length - 1)), last = random(std::max(last, first + 1), length);
+      if (last - first == length) break;
+      context->keep_outside(first, last);
+      pass.tokens = last - first, pass.cached = length - pass.tokens, pass.position_ids = positions.data() + first;
+      const bool is_kept = random(0, 2) > 0;
+      context->run(pass, is_kept ? dlm::CacheUse::refresh : dlm::CacheUse::read);
+      if (is_kept) first = length, last = 0;
+    }
+    wrong += rows.wrong;
+  }
+  CHECK(wrong == 0);
+}
+
+// Every cache, block and refresh of a canvas, alone and with others: what passes read, and under a sanitizer how it got there.
+void test_rows_through_whole_requests(Tally& tally) {
+  int cases = 0, wrong = 0;
+  for (const char* cache : {"prefix", "dual"})
+    for (int32_t batch = 1; batch <= 4; ++batch)
+      for (const int32_t block_length : {1, 2, 5})
+        for (const int32_t refresh : {0, 1, 5})
+          for (const int32_t length : {7, 16}) {
+            Rows rows;
+            const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
+            const auto context = engine->open_context();
+            const dlm::Denoiser denoiser{4, 3, 64, 2, 0, true, rows.cache, {}};
+            dlm_policy fields = dlm::default_policy();
+            fields.cache = cache, fields.block_length = block_length, fields.refresh = refresh;
+            const dlm::Policy policy = dlm::check_policy(fields);
+            std::vector<int32_t> canvas(static_cast<size_t>(length), denoiser.mask_token_id);
+            std::vector<uint8_t> undecided(canvas.size(), 1);
+            canvas[0] = 1, undecided[0] = 0;
+            std::vector<dlm::Request> requests;
+            for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, policy, canvas, undecided, 0);
+            dlm::Batch together(denoiser, policy, std::move(requests));
+            dlm::Buffers buffers;
+            while (!together.done()) together.step(*context, buffers);
+            wrong += rows.wrong + (rows.passes != length - 1);
+            ++cases;
+          }
+  CHECK(cases == 144 && wrong == 0);
 }
 
 // What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and of its positions.
@@ -449,6 +520,8 @@ int main() {
   test_sha256(tally);
   test_callback_engine(tally);
   test_host_contexts(tally);
+  test_rows_through_random_ranges(tally);
+  test_rows_through_whole_requests(tally);
   test_undecided_is_not_the_mask_token(tally);
   test_tensorrt_plans(tally);
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
