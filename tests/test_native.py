@@ -222,6 +222,39 @@ def test_c_example_names_every_error_and_frees_everything(
     assert done.stderr.count("\n") == 1
 
 
+# ---- ONNX Runtime's telemetry ----
+
+
+@pytest.mark.parametrize(("chosen", "seen"), [(None, "1"), ("0", "0")])
+def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise(
+    sanitized_example: Path, request_of_example: Request, tmp_path: Path, chosen: str | None, seen: str
+) -> None:
+    """The library that is loaded here is none, and calls itself by what it finds in the environment."""
+    source = tmp_path / "fake.c"
+    source.write_text(
+        "#include <stdlib.h>\n"
+        "static const char *version = 0;\n"
+        '__attribute__((constructor)) static void look(void) { version = getenv("ORT_DISABLE_TELEMETRY"); }\n'
+        'static const char *get_version(void) { return version ? version : "unset"; }\n'
+        "static const struct { const void *(*api)(unsigned); const char *(*version)(void); } base = {0, get_version};\n"
+        "const void *OrtGetApiBase(void) { return &base; }\n"
+    )
+    fake = tmp_path / "libonnxruntime.so"
+    succeed(tool("gcc"), "-shared", "-fPIC", source, "-o", fake)
+    environment = ["env", "-u", "ORT_DISABLE_TELEMETRY", *([f"ORT_DISABLE_TELEMETRY={chosen}"] if chosen else [])]
+    done = run(*environment, sanitized_example, *request_of_example.arguments, DLM_ONNXRUNTIME=str(fake))
+    assert f"{fake} is ONNX Runtime {seen}, and 1.20 or newer is needed" in done.stderr
+
+
+def test_onnxruntime_leaves_nothing_in_the_home_folder(
+    sanitized_example: Path, request_of_example: Request, tmp_path: Path
+) -> None:
+    # Where it finds itself on a build server it keeps to itself in any case.
+    clean = ["env", *(part for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME") for part in ("-u", name))]
+    succeed(*clean, sanitized_example, *request_of_example.arguments, HOME=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- The ABI ----
 
 

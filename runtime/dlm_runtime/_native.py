@@ -218,8 +218,6 @@ def library() -> C.CDLL:
     spec = importlib.util.find_spec("dlm_runtime")
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     candidates = [Path(chosen)] if chosen else [Path(folder) / "libdlm_runtime.so" for folder in folders]
-    # ONNX Runtime's official builds keep a device id and send telemetry unless this is set before they load.
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     for path in candidates:
         if path.is_file():
             loaded = C.CDLL(str(path))

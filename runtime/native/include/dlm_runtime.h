@@ -164,6 +164,10 @@ DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struc
  * "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
  * dlm_bundle_engine tells which they are. */
 
+/* ONNX Runtime's official builds store a device id and send telemetry, unless $ORT_DISABLE_TELEMETRY is 1 before they start.
+ * Opening with engine "onnxruntime" sets it to 1 where it is not set. A program whose other threads read the environment at that
+ * time sets it itself, before it starts them. */
+
 /* Engine "tensorrt" is there if the library was compiled with TensorRT's headers. It runs on the first CUDA device
  * ($CUDA_VISIBLE_DEVICES chooses), takes the engine of the bundle that was built for that device and for exactly the
  * TensorRT that it loads, and says of every other one why not. A session then holds its buffers and its cache on the device.

@@ -41,7 +41,12 @@ LibrarySearch where_to_look() {
   return {"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice};
 }
 
+// The official builds store a device id and send telemetry from CreateEnv on, and this variable alone keeps them from it (their
+// docs/Privacy.md): DisableTelemetryEvents takes the environment that CreateEnv made. What the program chose stays.
+void switch_telemetry_off() { setenv("ORT_DISABLE_TELEMETRY", "1", 0); }
+
 Library load_library(const std::string& given) {
+  switch_telemetry_off();
   std::string name;
   void* const handle = open_library(where_to_look(), given, &name);
   const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
