@@ -674,6 +674,61 @@ static void test_step_callbacks(void) {
   dlm_bundle_destroy(bundle);
 }
 
+typedef struct {
+  int32_t calls, stop_at;
+  dlm_session *session;
+  dlm_status answer; /* to a call on the session that asks */
+} asker;
+
+static int32_t ask(void *user) {
+  asker *a = user;
+  a->answer = dlm_session_before_pass(a->session, NULL, NULL);
+  return ++a->calls == a->stop_at;
+}
+
+static void test_every_call_asks_before_each_of_its_passes(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  const dlm_generate_options options = options_of(&policy, 8);
+  const int32_t passes[] = {8, 8, 1, 4, 5}; /* of each call below */
+  for (int32_t call = 0; call < 5; ++call) {
+    for (int32_t stop_at = 0; stop_at <= passes[call]; ++stop_at) { /* 0: never */
+      asker a = {0, stop_at, session, DLM_OK};
+      const dlm_status wanted = stop_at > 0 ? DLM_CANCELLED : DLM_OK;
+      const int32_t before = f.passes, row = 0;
+      int32_t canvas[2][11] = {{1, 2, 3}, {3, 2, 1}};
+      dlm_request requests[] = {{canvas[0], 3, 11, 0, 0}, {canvas[1], 3, 11, 0, 0}};
+      float logits[V];
+      double seconds[4];
+      size_t length;
+      dlm_step step = {0};
+      CLAIM(dlm_session_before_pass(session, ask, &a) == DLM_OK);
+      if (call == 0) SESSION_STATUS(dlm_session_generate(session, &options, canvas[0], 3, 11, NULL, &length), wanted);
+      if (call == 1) SESSION_STATUS(dlm_session_generate_batch(session, &options, requests, 2, 2, NULL), wanted);
+      if (call == 2) SESSION_STATUS(dlm_session_logits(session, prompt, 3, &row, 1, logits, V), wanted);
+      if (call == 3) {
+        SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+        while (a.calls < 4 && dlm_session_step(session, &step) == DLM_OK) continue;
+        SESSION_STATUS(dlm_session_step(session, &step), stop_at > 0 ? DLM_INVALID_ARGUMENT : DLM_OK); /* dropped */
+        if (stop_at == 0) --a.calls, --f.passes; /* that of the line above */
+      }
+      if (call == 4) SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 4), wanted);
+      CLAIM(a.answer == DLM_INVALID_ARGUMENT); /* a callback may not use its session */
+      CLAIM(a.calls == (stop_at > 0 ? stop_at : passes[call]) && f.passes - before == a.calls - (stop_at > 0));
+      is_usable(session, &f, __LINE__);
+      CLAIM(dlm_session_before_pass(session, NULL, NULL) == DLM_OK);
+      const int32_t asked = a.calls;
+      is_usable(session, &f, __LINE__);
+      CLAIM(a.calls == asked);
+    }
+  }
+  CLAIM(dlm_session_before_pass(NULL, ask, NULL) == DLM_INVALID_ARGUMENT);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
 static void test_failing_passes_end_the_request(void) {
   fake f = make_fake();
   dlm_bundle *bundle = open_fake(&f);
@@ -1169,6 +1224,7 @@ int main(int argc, char **argv) {
   test_wrong_logits_requests_are_refused();
   test_steps();
   test_step_callbacks();
+  test_every_call_asks_before_each_of_its_passes();
   test_failing_passes_end_the_request();
   test_canvases_of_every_kind_are_filled();
   test_a_new_session_takes_a_canvas_of_masks_alone();

@@ -110,6 +110,7 @@ class Step(C.Structure):
 
 
 StepFn = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.POINTER(Step))
+BeforePassFn = C.CFUNCTYPE(C.c_int32, C.c_void_p)
 PassFn = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.POINTER(Pass))
 
 
@@ -172,6 +173,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_create": (C.c_int32, [C.c_void_p, *_message, _out]),
     "dlm_session_destroy": (None, [C.c_void_p]),
     "dlm_session_last_error": (C.c_char_p, [C.c_void_p]),
+    "dlm_session_before_pass": (C.c_int32, [C.c_void_p, BeforePassFn, C.c_void_p]),
     "dlm_session_generate": (
         C.c_int32,
         [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t, C.c_size_t, C.POINTER(Stats), C.POINTER(C.c_size_t)],

@@ -23,6 +23,7 @@ from dlm_runtime import _native
 from dlm_runtime.errors import RequestError
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
+from dlm_runtime.signals import seen_between_passes
 from dlm_runtime.tokenizer import Tokenizer
 
 TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
@@ -163,7 +164,8 @@ class Bundle:
         others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and
         ``total``, which is more than these by the loop's bookkeeping.
 
-        Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails.
+        Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails, and, within
+        a pass, what a signal's handler raises on the main thread, such as KeyboardInterrupt.
         """
         request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self.policy(preset, **policy))
         with self._session() as session:
@@ -326,7 +328,8 @@ class Bundle:
                     raise _native.error(status, message.value)
             self._busy += 1
         try:
-            yield session
+            with seen_between_passes(session):
+                yield session
         finally:
             with self._lock:
                 self._idle.append(session)

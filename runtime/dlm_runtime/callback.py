@@ -91,7 +91,8 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
     """A bundle without files whose passes ``run`` makes; ``policy`` is its default.
 
     A pass of several requests (``generate_batch``) is a call of ``run`` for each of them.
-    What ``run`` raises ends the request and is raised again from ``generate`` as the cause of an EngineError.
+    What ``run`` raises ends the request and is raised again from ``generate`` as the cause of an EngineError; what is no
+    Exception, such as KeyboardInterrupt, as itself.
     """
     raised: list[BaseException] = []
 
@@ -127,6 +128,9 @@ class _CallbackBundle(Bundle):
         try:
             super()._check(status, session)
         except Exception as err:
-            if raised:
-                raise err from raised.pop()
-            raise
+            if not raised:
+                raise
+            cause = raised.pop()
+            if isinstance(cause, Exception):
+                raise err from cause
+            raise cause from None

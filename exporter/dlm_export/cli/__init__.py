@@ -6,6 +6,6 @@ share and makes the rooms' option dataclasses of it, ``printing`` tables and pro
 optimum-cli.
 """
 
-from dlm_export.cli.app import main
+from dlm_export.cli.app import command, main
 
-__all__ = ["main"]
+__all__ = ["command", "main"]

@@ -1,5 +1,5 @@
 """``python -m dlm_export.cli``."""
 
-from dlm_export.cli import main
+from dlm_export.cli import command
 
-main()
+command()

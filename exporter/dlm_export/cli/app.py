@@ -1,19 +1,17 @@
 """The command ``dlm-export``: its groups of commands, errors turned into one line, exit codes.
 
 Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 could not, 2 wrong usage, 3 parity, a budget or an
-engine's audit failed, 128 + n when a signal ended it.
+engine's audit failed. A signal that ends it kills it in the end, so that a shell's loop around it stops as well.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
 from typing import Any
 
 import click
 
 from dlm_export.cli import building, capturing, inspecting, judging, planning, running
+from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -36,9 +34,6 @@ class _Group(click.Group):
     """Turns our errors into one line and an exit code; everything else is a defect and keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        if threading.current_thread() is threading.main_thread():
-            # A terminated build clears up as an interrupted one does.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             return super().invoke(ctx)
         except DlmError as err:
@@ -55,3 +50,9 @@ class _Group(click.Group):
 @click.version_option(package_name="dlm-export")
 def main() -> None:
     """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof of parity."""
+
+
+def command() -> None:
+    """The process ``dlm-export``."""
+    with dying_by_signal():
+        main()

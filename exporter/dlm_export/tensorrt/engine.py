@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 
 from dlm_export.bundle import network_of
 from dlm_export.progress import Progress, Silent
+from dlm_export.signals import handled_by
 from dlm_export.targets import Target
 from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.builders import RTX, TENSORRT, Builder
@@ -85,7 +85,7 @@ def build_engine(
     """Write the engine of a bundle's device graph to ``output``; the manifest is the caller's to change.
 
     ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError, audit.AuditError, OSError;
-    ``output`` is then the caller's to remove. KeyboardInterrupt cancels the builder first.
+    ``output`` is then the caller's to remove. Signals that end a process cancel the builder first.
     """
     progress = progress or Silent()
     check_device_graph(folder, manifest, target)
@@ -263,7 +263,7 @@ def _make_config(
 
 @contextmanager
 def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
-    """Show the builder's phases as progress, and let Ctrl-C and SIGTERM stop it between two steps."""
+    """Show the builder's phases as progress, and let signals that end a process stop it between two steps."""
     stopped: list[int] = []
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -287,17 +287,12 @@ def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Itera
 
     monitor = Monitor()
     config.progress_monitor = monitor
-    # An exception must not cross the builder's frames: the handlers only remember, the monitor says no.
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        config.progress_monitor = None
+    # An exception must not cross the builder's frames: the handler only remembers, and the monitor says no. Whose signals they
+    # are gets the first one afterwards.
+    with handled_by(lambda got, _: stopped.append(got)):
+        try:
+            yield
+        finally:
+            config.progress_monitor = None
     if stopped:
-        if stopped[0] == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + stopped[0])
+        signal.raise_signal(stopped[0])

@@ -44,7 +44,7 @@ enum {
   DLM_UNSUPPORTED = 4,      /* well-formed, but not something that this library or denoiser can do */
   DLM_ENGINE_FAILED = 5,    /* the inference engine reported an error, or its results are not finite */
   DLM_OUT_OF_MEMORY = 6,
-  DLM_CANCELLED = 7,     /* the step callback asked to stop */
+  DLM_CANCELLED = 7,     /* a callback of the caller's asked to stop */
   DLM_INTERNAL = 8,      /* a defect of ours; please report it with the message */
   DLM_ENGINE_MISSING = 9 /* the engine's library is not there, too old, or cannot be loaded */
 };
@@ -208,6 +208,14 @@ DLM_API void dlm_session_destroy(dlm_session *session);
 
 /* The sentence of this session's last failure; "" if none. Valid until the next call on the session. */
 DLM_API const char *dlm_session_last_error(const dlm_session *session);
+
+/* Called before every pass that a session makes, in whichever call, on the calling thread. Anything but 0 ends that call with
+ * DLM_CANCELLED and drops its request; the session takes the next one. So a signal or a deadline is seen within one pass. It may
+ * call what a dlm_step_fn may. */
+typedef int32_t (*dlm_before_pass_fn)(void *user);
+
+/* Until the next call of this, or the session's end; NULL, as at first: nobody is asked. */
+DLM_API dlm_status dlm_session_before_pass(dlm_session *session, dlm_before_pass_fn before_pass, void *user);
 
 /* The canvas after one step. Pointers are valid until the next call on the session. */
 typedef struct dlm_step {

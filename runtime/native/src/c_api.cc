@@ -31,6 +31,8 @@ struct dlm_session {
   std::unique_ptr<dlm::Context> context;
   dlm::Buffers buffers;
   std::optional<dlm::Batch> batch;  // what runs: one request, or several together
+  dlm_before_pass_fn before_pass = nullptr;
+  void* before_pass_user = nullptr;
   std::string last_error;
   bool is_running = false;  // inside a call, perhaps inside a callback of the caller's
 };
@@ -215,9 +217,16 @@ void add(dlm_stats& sum, const dlm_stats& of_batch) {
 
 const dlm::Request& running(const dlm_session& session) { return session.batch->requests().front(); }
 
+// Outside of what is timed: it is the caller's.
+void ask_before_pass(const dlm_session& session) {
+  if (session.before_pass != nullptr && session.before_pass(session.before_pass_user) != 0)
+    dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
+}
+
 void step(dlm_session& session) {
   if (!session.batch) dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
   try {
+    if (!session.batch->done()) ask_before_pass(session);
     session.batch->step(*session.context, session.buffers);
   } catch (...) {
     session.batch.reset();
@@ -388,6 +397,13 @@ const char* dlm_session_last_error(const dlm_session* session) {
   return session == nullptr ? "session is NULL" : session->last_error.c_str();
 }
 
+dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass, void* user) {
+  return guarded(session, [&] {
+    session->before_pass = before_pass;
+    session->before_pass_user = user;
+  });
+}
+
 dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options* options, int32_t* tokens, size_t count,
                                 size_t capacity, dlm_stats* stats, size_t* length) {
   if (length != nullptr) *length = 0;
@@ -522,6 +538,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
       buffers.score_rows.assign(rows + first, rows + last);
       dlm::prepare_scores(denoiser, pass, buffers);
       pass.logits = logits + first * width;
+      ask_before_pass(*session);
       session->context->run(pass, dlm::CacheUse::none);
     }
   });
@@ -533,6 +550,6 @@ dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t 
     session->batch.reset();
     if (repeats > 0) require(seconds, "seconds");
     dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine, *session->context, session->buffers, batch,
-                     tokens, cached, rows, seconds, repeats);
+                     tokens, cached, rows, seconds, repeats, [&] { ask_before_pass(*session); });
   });
 }

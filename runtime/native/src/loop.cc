@@ -59,7 +59,8 @@ void check_batch(const Engine& engine, int32_t batch) {
 }
 
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers, int32_t batch,
-                 int32_t tokens, int32_t cached, int32_t rows, double* seconds, size_t repeats) {
+                 int32_t tokens, int32_t cached, int32_t rows, double* seconds, size_t repeats,
+                 const std::function<void()>& before_pass) {
   const int32_t longest = denoiser.max_canvas_length;
   if (batch < 1 || batch > kMostRequests)
     fail(DLM_INVALID_ARGUMENT, "a pass of %d requests: a batch has 1..%d", batch, kMostRequests);
@@ -89,6 +90,7 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
     dlm_pass full = prepare_pass(canvases, 0, length, buffers);
     buffers.score_rows.assign(canvases.size(), 0);
     prepare_scores(denoiser, full, buffers);
+    before_pass();
     context.run(full, CacheUse::write);
     context.keep_outside(cached, length);
   }
@@ -99,6 +101,7 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
     for (int32_t row = 0; row < rows; ++row) buffers.score_rows.push_back(row);
   prepare_scores(denoiser, pass, buffers);
   for (size_t i = 0; i < repeats; ++i) {
+    before_pass();
     seconds[i] = 0;
     const Stopwatch timer(seconds[i]);
     context.run(pass, cached > 0 ? CacheUse::read : CacheUse::none);

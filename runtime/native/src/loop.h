@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -157,9 +158,10 @@ dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, 
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, Buffers& buffers);
 
 // The seconds of each of `repeats` passes of B = `batch` requests, `tokens` over `cached` ones that score `rows`, on made-up
-// tokens; a full pass fills the cache before them. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), and what the context
-// throws.
+// tokens; a full pass fills the cache before them. before_pass is called before each, untimed. Throws
+// Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), and what the context and before_pass throw.
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers, int32_t batch,
-                 int32_t tokens, int32_t cached, int32_t rows, double* seconds, size_t repeats);
+                 int32_t tokens, int32_t cached, int32_t rows, double* seconds, size_t repeats,
+                 const std::function<void()>& before_pass);
 
 }  // namespace dlm

@@ -1,0 +1,273 @@
+"""Signals end what runs within a pass, and a command dies by them: what it staged is gone, and a shell sees the signal.
+
+In one process the passes are a C function's, which counts them and raises a signal in one: no Python runs between passes but
+what the runtime itself lets in.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import llada_config, write_checkpoint
+from test_native import HEADER, STRICT, succeed, tool
+
+from dlm_export.build import build
+from dlm_export.building.options import BuildOptions
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, _native, from_callback
+
+PASSES = """
+#include <signal.h>
+#include "dlm_runtime.h"
+int32_t passes, at;
+dlm_status run(void *user, const dlm_pass *pass) {
+  (void)user;
+  if (++passes == at) raise(SIGUSR1);
+  for (int32_t i = 0; i < pass->batch * pass->rows; ++i) {
+    pass->top_tokens[2 * i] = 1, pass->top_tokens[2 * i + 1] = 2;
+    pass->top_probs[2 * i] = 0.5f, pass->top_probs[2 * i + 1] = 0.1f;
+    if (pass->logits) pass->logits[i] = 0;
+  }
+  return DLM_OK;
+}
+"""
+REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # a token a pass
+CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {  # passes, and what makes them
+    "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
+    "generate over a cache": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST, cache="dual")),
+    "generate_batch": (80, lambda bundle: bundle.generate_batch(tokens=[[5], [6], [7]], max_batch=2, **REQUEST)),
+    "stream": (40, lambda bundle: list(bundle.stream(tokens=[5], **REQUEST))),
+    "logits": (1, lambda bundle: bundle.logits([5], [0])),
+    "time_passes": (41, lambda bundle: bundle.time_passes(8, 8, 8, 40)),
+}
+
+
+class Native:
+    """A bundle whose passes ``PASSES`` makes."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = C.CDLL(str(library))
+        denoiser = _native.initialised(_native.Denoiser)
+        for name, value in {"vocab_size": 40, "mask_token_id": 39, "max_canvas_length": 64}.items():
+            setattr(denoiser, name, value)
+        denoiser.layers = denoiser.kv_heads = denoiser.head_size = denoiser.has_cache = 1
+        handle, run = C.c_void_p(), C.cast(self.library.run, _native.PassFn)
+        assert not _native.library().dlm_bundle_from_callback(C.byref(denoiser), run, None, None, 0, C.byref(handle))
+        self.bundle = Bundle(handle, None, Policy(), self.library)
+
+    def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
+        """Passes made by a call whose pass number ``at`` brings the signal; what the call raises is left to ``made``."""
+        self.start(at)
+        call(self.bundle)
+        return self.made
+
+    def start(self, at: int) -> None:
+        C.c_int32.in_dll(self.library, "passes").value, C.c_int32.in_dll(self.library, "at").value = 0, at
+
+    @property
+    def made(self) -> int:
+        return C.c_int32.in_dll(self.library, "passes").value
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Native]:
+    folder = tmp_path_factory.mktemp("passes")
+    (folder / "passes.c").write_text(PASSES)
+    library = folder / "passes.so"
+    strict = [flag for flag in STRICT if flag != "-std=c99"]  # which has no raise
+    succeed(tool("gcc"), *strict, "-shared", "-fPIC", "-I", HEADER.parent, folder / "passes.c", "-o", library)
+    made = Native(library)
+    with made.bundle:
+        yield made
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Sets what is done when the signal comes."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda action: signal.signal(signal.SIGUSR1, lambda *_: action()) and None
+    signal.signal(signal.SIGUSR1, before)
+
+
+class Ended(BaseException):
+    """What a handler raises."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), TimeoutError("a user's"), Ended()], ids=repr)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_handler_raises_ends_a_call_within_a_pass(
+    native: Native, on_signal: Callable[..., None], name: str, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    passes, call = CALLS[name]
+    on_signal(fail)
+    for at in {1, min(passes, 11), passes}:
+        native.start(at)
+        with pytest.raises(type(error)) as caught:
+            call(native.bundle)
+        assert caught.value is error
+        assert error.__cause__ is None
+        assert native.made == at
+        assert len(native.bundle._idle) == 1, "the session was not given back"
+        assert native.passes_of(call) == passes, "it does not go on as a new one"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_handler_that_raises_nothing_runs_within_a_pass_and_ends_nothing(
+    native: Native, on_signal: Callable[..., None], name: str
+) -> None:
+    passes, call = CALLS[name]
+    at, seen = min(passes, 11), []
+    on_signal(lambda: seen.append(native.made))
+    assert native.passes_of(call, at) == passes
+    assert seen == [at]
+
+
+def test_a_session_that_a_signal_ended_serves_other_threads(native: Native, on_signal: Callable[..., None]) -> None:
+    def fail() -> None:
+        raise Ended
+
+    on_signal(fail)
+    native.start(5)
+    with pytest.raises(Ended):
+        native.bundle.generate(tokens=[5], **REQUEST)
+    native.start(0)
+    made: list[int] = []
+    worker = threading.Thread(target=lambda: made.append(native.bundle.generate(tokens=[5], **REQUEST).nfe))
+    worker.start()
+    worker.join()
+    assert made == [40]
+    assert len(native.bundle._idle) == 1
+
+
+def test_ctrl_c_in_a_pass_of_ones_own_is_no_failure_of_the_engine() -> None:
+    calls: list[int] = []
+
+    def run(p: CallbackPass) -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        p.top_tokens[:] = [1, 2]
+        p.top_probs[:] = [0.5, 0.1]
+
+    with from_callback(DenoiserInfo(8, 7, 64), run) as bundle:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            bundle.generate(tokens=[5], max_new_tokens=8)
+        assert caught.value.__cause__ is None
+        assert len(calls) == 3
+        assert bundle.generate(tokens=[5], max_new_tokens=8).nfe == 8
+
+
+# ---- Commands ----
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = llada_config(n_layers=1, max_sequence_length=4096)
+    return write_checkpoint(tmp_path_factory.mktemp("endless") / "checkpoint", config, seed=1)
+
+
+@pytest.fixture(scope="module")
+def endless(checkpoint: Path) -> Path:
+    """A bundle whose canvas is so long that filling it a token a pass takes many minutes."""
+    build(checkpoint, checkpoint.parent / "bundle", BuildOptions(check_parity=False))
+    return checkpoint.parent / "bundle"
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    for _ in range(6000):
+        assert process.poll() is None, process.communicate()
+        if holds():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came so far")
+
+
+def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime") -> None:
+    """Waits until a file was loaded, and then for as much work as only what follows can be."""
+    _wait_until(lambda: mapped in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    loaded = _cpu_seconds(process.pid)
+    _wait_until(lambda: _cpu_seconds(process.pid) > loaded + 0.5, process)
+
+
+def _ended_by(number: signal.Signals, arguments: tuple[object, ...], is_inside: Callable[[subprocess.Popen[str]], None]) -> str:
+    """Runs a command, sends it a signal once it is inside its work, and sees it die by that; what it printed on stdout."""
+    command = [sys.executable, "-m", "dlm_export.cli", *map(str, arguments)]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # this run of the tests may be one that ignores it
+    )
+    with started as process:
+        try:
+            is_inside(process)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == -number, err
+    assert "Traceback" not in err
+    return out
+
+
+LONG = ("--max-new-tokens", 4000, "--block-length", 0, "--threads", 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_run_dies_by_the_signal_that_ends_it(endless: Path, number: signal.Signals) -> None:
+    assert _ended_by(number, ("run", endless, "--tokens", "5", *LONG), _is_computing) == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--tokens", "5", *LONG, "--watch", "--delay", 0),
+        ("bench", "--rounds", 1000, "--prompt-tokens", 1, "--new-tokens", 4000, "--threads", 1),
+        ("bench", "--rounds", 1000, "--new-tokens", 1, "--passes", "2000,2000,1", "--threads", 1),
+    ],
+    ids=["watch", "bench a generation", "bench passes"],
+)
+def test_other_commands_do_as_well(endless: Path, arguments: tuple[object, ...]) -> None:
+    command, *options = arguments
+    assert _ended_by(signal.SIGINT, (command, endless, *options), _is_computing) == ""
+
+
+def test_verify_does_while_torch_computes(endless: Path, checkpoint: Path) -> None:
+    arguments = ("verify", endless, "--checkpoint", checkpoint, "--count", 1000, "--max-new-tokens", 100)
+    assert _ended_by(signal.SIGINT, arguments, lambda process: _is_computing(process, "model.safetensors")) == ""
+
+
+def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+    def is_staging(process: subprocess.Popen[str]) -> None:
+        _wait_until(lambda: any(tmp_path.glob("*/*")) or any(tmp_path.glob(".*/*")), process)
+
+    _ended_by(signal.SIGTERM, ("build", checkpoint, "-o", tmp_path / "bundle"), is_staging)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_goes_on_that_was_started_to_ignore_a_signal(endless: Path) -> None:
+    """As ``nohup`` starts it."""
+    command = [sys.executable, "-m", "dlm_export.cli", "run", str(endless), "--tokens", "5", "--max-new-tokens", "100"]
+    started = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
+    with started as process:
+        _wait_until(lambda: "libonnxruntime" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == 0
