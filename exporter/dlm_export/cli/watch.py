@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.style import Style
+from rich.text import Text
 
 from dlm_runtime import Bundle, Event, Generation
 
 MASKED, GUESSED, COMMITTED, NEW = "bright_black", "italic yellow", "default", "bold green"
 LEGEND = (("committed", COMMITTED), ("just now", NEW), ("guessed", GUESSED), ("░ masked", MASKED), ("∎ end", COMMITTED))
+ACTIVE = Style(meta={"active": True})  # changes no look, and stays with its text when that is parted into lines
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
     """Run the request and draw every step on stderr; wait ``delay_s`` after each, since a small denoiser is fast."""
-    from rich.console import Console
-    from rich.live import Live
-
     result = None
     before: list[int] | None = None
     console = Console(stderr=True)
     with Live(console=console, auto_refresh=False) as live:
         for event in bundle.stream(**request):
-            live.update(_render(bundle, event, before), refresh=True)
+            live.update(view(bundle, event, before), refresh=True)
             before, result = event.canvas, event.result
             if not event.done:
                 time.sleep(delay_s)
@@ -31,12 +35,40 @@ def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation
     return result
 
 
-def _render(bundle: Bundle, event: Event, before: list[int] | None) -> Any:
-    from rich.console import Group
-    from rich.text import Text
+@dataclass(frozen=True)
+class View:
+    """A canvas whose ``ACTIVE`` part is on the screen, whatever its size is when it is drawn; ``is_whole`` draws all of it."""
 
-    canvas = Text()
+    canvas: Text
+    status: Text
+    is_whole: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = list(self.canvas.wrap(console, options.max_width))
+        status = list(self.status.wrap(console, options.max_width))
+        height = options.size.height
+        if not self.is_whole and len(lines) + len(status) > height:
+            status = status[: max(1, height // 3)]
+            room = max(1, height - len(status) - 1)
+            active = [i for i, line in enumerate(lines) if _is_active(line)] or [0]
+            margin = max(0, room - (active[-1] + 1 - active[0])) // 2
+            start = max(0, min(active[0] - margin, len(lines) - room))
+            hidden = Text(f"{start} lines above, {len(lines) - room - start} below", MASKED, no_wrap=True, overflow="crop")
+            lines, status = lines[start : start + room], [hidden, *status]
+        yield from lines
+        yield from status
+
+
+def _is_active(line: Text) -> bool:
+    # The space that starts a word stands behind the line before.
+    return any(span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans)
+
+
+def view(bundle: Bundle, event: Event, before: list[int] | None) -> View:
+    """An event to draw; ``before`` is the canvas of the one before it. Active is what is left to fill of the block."""
+    canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
+        starts.append(len(canvas))
         if event.undecided[position]:
             guess = event.guess[position]
             canvas.append("░ " if guess < 0 else _text(bundle, guess), MASKED if guess < 0 else GUESSED)
@@ -44,11 +76,14 @@ def _render(bundle: Bundle, event: Event, before: list[int] | None) -> Any:
             canvas.append(_text(bundle, token), NEW)
         else:
             canvas.append(_text(bundle, token), COMMITTED)
+    first, end = event.block
+    first = next((i for i in range(first, end) if event.undecided[i]), first)
+    canvas.stylize(ACTIVE, starts[first], [*starts, len(canvas)][end])
     left = sum(event.undecided)
     status = Text(f"pass {event.nfe}, {event.committed} committed, {left} masked   ", "bright_black")
     for name, style in LEGEND:
         status.append(f"{name}  ", style)
-    return Group(canvas, status)
+    return View(canvas, status, is_whole=event.done)
 
 
 def _text(bundle: Bundle, token: int) -> str:
