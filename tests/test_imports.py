@@ -56,6 +56,13 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
     assert not modules & {*HEAVY, "onnxruntime", "tokenizers", "jinja2", "dlm_export", "dlm_calibration"}
 
 
+def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
+    # Where it finds itself on a build server it keeps to itself in any case.
+    clean = ["env", *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")), f"HOME={tmp_path}"]
+    subprocess.run([*clean, sys.executable, "-c", "import dlm_export, onnxruntime"], timeout=120, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_calibration_package_does_not_import_the_exporter() -> None:
     done = _python("-X", "importtime", "-c", "import dlm_calibration.states")
     modules = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
