@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
+from dlm_calibration.recipes import FORMATS
 from dlm_export import bundle as bundle_files
 from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
@@ -225,6 +226,7 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
             graph=trace.describe(network, "fp16", is_simulated=False),
             opset=23,
             precision={"name": "fp16"},
+            kernels={"calls": {"Candidates": 1}, "plain": {"blocks.0.attention": "the kernel computes in fp32"}},
             targets=["cpu"],
             presets=presets,
             default_preset=default,
@@ -462,6 +464,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path
     rules += _rules(SCHEMA["$defs"]["audit"], ("audits", "rtx5090"))
     rules += _rules(SCHEMA["$defs"]["layer"], ("network", "layers", 1))
     rules += _rules(SCHEMA["$defs"]["linear_layer"], ("network", "linear_layers", 1))
+    rules.append((("precision", "layers", "blocks.0.mlp.up"), SCHEMA["$defs"]["format"]))
+    rules.append((("precision", "recipe", "layers", "blocks.*"), SCHEMA["$defs"]["format"]))
     assert len(rules) > 60
     missed = []
     quantised = _read(llada_bundle)
@@ -665,6 +669,17 @@ def test_a_port_that_the_graph_does_not_have_is_refused(bundle: Path) -> None:
 # ---- What describes a bundle ----
 
 
+def test_the_schema_knows_the_formats_that_recipes_have() -> None:
+    assert SCHEMA["$defs"]["format"]["enum"] == list(FORMATS)
+
+
+def test_a_format_that_nobody_knows_is_refused_by_name(bundle: Path) -> None:
+    _change(bundle, "precision", "layers", value={"blocks.0.mlp.up": "int3"})
+    for command in (["bench", str(bundle)], ["plan", str(bundle), "--targets", "cpu"]):
+        done = CliRunner().invoke(main, command)
+        assert (done.exit_code, "'int3' is not one of" in done.output) == (2, True), done.output
+
+
 def test_a_bundle_runs_without_what_describes_it(bundle: Path) -> None:
     with dlm_runtime.open(bundle, threads=1) as opened:
         expected = opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens
@@ -697,6 +712,9 @@ def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
         (("precision", "name"), None, "precision.name: None is not of type 'string'"),
         (("precision", "layers"), {"a b\n": 1}, 'precision.layers["a b\\n"]: 1 is not of type'),
         (("precision", "layers"), {"x" * 10**6: {}}, "precision.layers.xxx"),
+        (("precision", "layers"), {"blocks.0.mlp.up": "int3"}, "precision.layers[\"blocks.0.mlp.up\"]: 'int3' is not one of"),
+        (("kernels", "calls"), {"Candidates": 0}, "kernels.calls.Candidates: 0 is less than the minimum of 1"),
+        (("kernels", "plain"), {"blocks.0.attention": None}, 'kernels.plain["blocks.0.attention"]: None is not of type'),
         (("opset",), 0, "opset: 0 is less than the minimum of 1"),
         (("audits",), {"../x": {}}, "audits: '../x' "),
         (("audits",), {"thor": {"method": "hearsay"}}, "audits.thor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from click.testing import CliRunner
 from engine_bundles import SMALL, gpu_bundle
 from onnx.reference import ReferenceEvaluator
 from traces import trace_once
@@ -21,8 +23,9 @@ from traces import trace_once
 from dlm_export import families, graph
 from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.graph import functions, fuse, trace
+from dlm_export.graph import functions, fuse, quantise, trace
 from dlm_export.network.spec import NetworkSpec
 
 OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
@@ -139,8 +142,10 @@ def test_a_graph_declares_the_functions_that_it_calls_and_no_others(built: Build
 def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
     traced = trace_once(_network(llada_checkpoint), "fp16")
     before = Counter(node.op_type for node in traced.model.graph)
-    fuse.fuse(traced)
+    fused = fuse.fuse(traced)
     after = Counter(node.op_type for node in traced.model.graph)
+    assert fused.plain == {f"blocks.{i}.attention": "the kernel computes in fp32" for i in range(2)}
+    assert fused.calls == {"Candidates": 1}
     assert after["CachedAttention"] == 0
     assert after["Attention"] == before["Attention"] == 2
     assert after["RotaryEmbedding"] == before["RotaryEmbedding"] == 4
@@ -165,13 +170,21 @@ def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
     return trace.Graph(ir.from_proto(_load(bundle)), _network(checkpoint), torch.float32)
 
 
-def _check_fused(traced: trace.Graph) -> Counter[str]:
-    """Fuse a graph that somebody changed; it must compute the same before and after. Returns what it calls."""
+def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
+    """Fuse a graph that somebody changed; it must compute the same before and after. Returns what it calls.
+
+    ``plain`` is what keeps its operators, by module path with _ for a dot, and how the reason begins.
+    """
     before = ir.to_proto(traced.model)
-    fuse.fuse(traced)
+    fused = fuse.fuse(traced)
     after = ir.to_proto(traced.model)
     _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
-    return _calls(after)
+    calls = _calls(after)
+    assert {layer.replace(".", "_") for layer in fused.plain} == plain.keys()
+    for layer, reason in fused.plain.items():
+        assert reason.startswith(plain[layer.replace(".", "_")])
+    assert fused.calls == {name: count for name, count in calls.items() if name in functions.KERNELS}
+    return calls
 
 
 def _nodes(traced: trace.Graph, op_type: str) -> list[ir.Node]:
@@ -185,7 +198,7 @@ def test_a_gate_that_others_see_is_not_hidden(built: Build, llada_checkpoint: Pa
     seen.name, seen.type, seen.shape = "seen", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", "T", 96])
     traced.model.graph.insert_after(sigmoid, seen.producer())
     traced.model.graph.outputs.append(seen)
-    calls = _check_fused(traced)
+    calls = _check_fused(traced, blocks_0_mlp="what becomes of gate and up is not silu(gate) * up")
     assert (calls["Int8GatedLinear"], calls["Int8Linear2"], calls["Sigmoid"]) == (1, 1, 1)
 
 
@@ -195,7 +208,7 @@ def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(b
     product = next(node for node, _ in silu.outputs[0].uses())
     up = next(i for i, value in enumerate(product.inputs) if value is not silu.outputs[0])
     product.replace_input_with(up, silu.outputs[0])  # squared; nobody uses `up` now
-    assert _check_fused(traced)["Int8GatedLinear"] == 1
+    assert _check_fused(traced, blocks_0_mlp="what becomes of gate and up")["Int8GatedLinear"] == 1
 
 
 def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) -> None:
@@ -207,7 +220,7 @@ def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) ->
     traced.model.graph.initializers["mask"] = mask
     attention.resize_inputs(4)
     attention.replace_input_with(3, mask)
-    calls = _check_fused(traced)
+    calls = _check_fused(traced, blocks_0_attention="a mask")
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
 
@@ -220,8 +233,75 @@ def test_attention_whose_queries_turn_by_other_positions_stays(built: Build, lla
     later = ir.node("Add", [positions, one.outputs[0]])
     traced.model.graph.insert_before(turned, [one, later])
     turned.replace_input_with(3, later.outputs[0])
-    calls = _check_fused(traced)
+    calls = _check_fused(traced, blocks_0_attention="queries and keys that turn by different positions")
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "name", "value"),
+    [
+        ("Attention", "is_causal", 1),
+        ("Attention", "scale", 0.5),
+        ("Attention", "softcap", 2.0),
+        ("RotaryEmbedding", "interleaved", 1),
+    ],
+)
+def test_attention_with_a_setting_that_the_kernel_does_not_know_keeps_it(
+    built: Build, llada_checkpoint: Path, op_type: str, name: str, value: float
+) -> None:
+    traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
+    for node in _nodes(traced, op_type)[: {"Attention": 1, "RotaryEmbedding": 2}[op_type]]:
+        node.attributes[name] = ir.Attr(name, ir.AttributeType.INT if isinstance(value, int) else ir.AttributeType.FLOAT, value)
+    calls = _check_fused(traced, blocks_0_attention=f"{op_type} with {name} = {value:g}")
+    assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
+
+
+def test_rotation_of_a_part_of_each_head_stays_and_is_named(llada_checkpoint: Path) -> None:
+    traced = trace_once(_network(llada_checkpoint), "fp32")
+    for node in _nodes(traced, "RotaryEmbedding")[:2]:
+        node.attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", 8)
+    fused = fuse.fuse(traced)
+    assert fused.plain == {"blocks.0.attention": "RotaryEmbedding with rotary_embedding_dim = 8"}
+    assert fused.calls == {"CachedAttention": 1, "Candidates": 1}
+
+
+def test_candidates_of_other_logits_than_those_returned_stay(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
+    masked = _nodes(traced, "Softmax")[0].inputs[0]
+    assert masked is not None
+    add = masked.producer()
+    assert add is not None
+    two = ir.node("Constant", [], {"value": ir.tensor(np.float32(2))})
+    sharper = ir.node("Mul", [add.inputs[0], two.outputs[0]])
+    traced.model.graph.insert_before(add, [two, sharper])
+    add.replace_input_with(0, sharper.outputs[0])
+    assert _check_fused(traced, **{"pass": "probabilities that are not those of the logits"})["Candidates"] == 0
+
+
+def test_an_int8_layer_without_its_neighbours_is_named(llada_checkpoint: Path) -> None:
+    traced = trace_once(_network(llada_checkpoint), "fp32")
+    alone = ("blocks.0.attention.q", "blocks.1.mlp.up")
+    formats = dict.fromkeys((*alone, "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.1.attention.out"), "int8-dynamic")
+    quantise.rewrite(traced, formats, {})
+    fused = fuse.fuse(traced)
+    assert fused.plain == dict.fromkeys(alone, "the only INT8 layer over its input")
+    assert fused.calls == {"CachedAttention": 2, "Int8Linear": 3, "Int8GatedLinear": 1, "Candidates": 1}
+
+
+def test_what_keeps_plain_operators_is_said_by_the_build_and_by_inspect(llada_checkpoint: Path, tmp_path: Path) -> None:
+    bundle, run = str(tmp_path / "bundle"), CliRunner().invoke
+    options = ["-o", bundle, "--precision", "fp16", "--no-verify"]
+    told = run(main, ["build", str(llada_checkpoint), *options])
+    words = "Native kernels: 1 Candidates\nPlain operators: 2 blocks.N.attention (the kernel computes in fp32)\n"
+    assert words in told.output
+    assert words in run(main, ["inspect", bundle]).output
+    kernels = {
+        "calls": {"Candidates": 1},
+        "plain": {f"blocks.{i}.attention": "the kernel computes in fp32" for i in range(2)},
+    }
+    assert json.loads(run(main, ["inspect", bundle, "--json"]).output)["kernels"] == kernels
+    report = build(llada_checkpoint, tmp_path / "fp32", BuildOptions(check_parity=False))
+    assert report.as_dict()["kernels"] == {"calls": {"CachedAttention": 2, "Candidates": 1}, "plain": {}}
 
 
 def test_fusing_twice_is_fusing_once(built: Build, dream_checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from dlm_export.building.request import Job, check_job, check_request
 from dlm_export.building.writing import Text, write_graph, write_text
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
+from dlm_export.graph.fuse import Fused
 from dlm_export.judging.accuracy import ACCURACY_FILE, REPORT_FILE
 from dlm_export.judging.auto import CurvePoint
 from dlm_export.judging.judge import Judgement
@@ -41,6 +42,8 @@ class BuildReport:
     network: NetworkSpec
     precision: str
     simulated: bool
+    kernels: dict[str, Any] | None
+    """Calls of native kernels, and what keeps plain operators with the reason (``Fused.as_dict``); None for GPUs."""
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
     parity: Parity | None
@@ -62,6 +65,7 @@ class BuildReport:
             "files_bytes": self.files_bytes,
             "precision": self.precision,
             "simulated": self.simulated,
+            "kernels": self.kernels,
             "warnings": self.warnings,
             "parity": None if self.parity is None else self.parity.as_dict(),
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
@@ -109,8 +113,8 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     with bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder:
         text = write_text(source.text, folder)
         quantised = quantise(job, text.tokenizer, stages) if request.is_quantised else None
-        taps = write_graph(job, quantised, folder, stages)
-        manifest = _make_manifest(job, quantised, text)
+        written = write_graph(job, quantised, folder, stages)
+        manifest = _make_manifest(job, quantised, text, written.fused)
         with stages.stage("hash files", 1) as advance:
             hashed = bundle_files.finish(folder, manifest)
             advance()
@@ -121,14 +125,14 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             hashed = bundle_files.finish(folder, manifest, hashed)
         proof = None
         if request.options.check_parity:
-            proof = prove(job, quantised, taps, folder, output, stages)
+            proof = prove(job, quantised, written.taps, folder, output, stages)
             manifest = proof.applied(manifest)
             _write_proof(proof, folder, manifest, hashed)
             bundle_files.finish(folder, manifest, hashed)
     return _report(job, output, manifest, quantised, engines, proof, stages)
 
 
-def _make_manifest(job: Job, quantised: Quantised | None, text: Text) -> dict[str, Any]:
+def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fused | None) -> dict[str, Any]:
     request, source = job.request, job.source
     # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers another way.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
@@ -137,6 +141,7 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text) -> dict[st
         graph=trace.describe(source.network, job.base, is_simulated=is_simulated, for_device=request.on_gpu),
         opset=PLAIN_OPSET if request.is_plain else OPSET,
         precision={"name": job.base} if quantised is None else quantised.precision_record(),
+        kernels=None if fused is None else fused.as_dict(),
         targets=[target.name for target in request.targets],
         presets=source.presets,
         default_preset=source.default_preset,
@@ -196,6 +201,7 @@ def _report(
         network=job.source.network,
         precision=manifest["precision"]["name"],
         simulated=manifest["loop"]["graph"]["simulated"],
+        kernels=manifest.get("kernels"),
         stages_s=stages.seconds,
         files_bytes={
             path.relative_to(output).as_posix(): path.stat().st_size for path in sorted(output.rglob("*")) if path.is_file()

@@ -46,6 +46,7 @@ def make_manifest(
     graph: dict[str, Any],
     opset: int,
     precision: dict[str, Any],
+    kernels: dict[str, Any] | None,
     targets: list[str],
     presets: dict[str, Policy],
     default_preset: str,
@@ -55,7 +56,8 @@ def make_manifest(
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
 
-    ``config_sha256``: of the checkpoint's config.json; None where the source does not say.
+    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``config_sha256``: of the checkpoint's config.json; None
+    where the source does not say.
     """
     described = network.as_dict()
     return {
@@ -71,6 +73,7 @@ def make_manifest(
         "opset": opset,
         **({} if config_sha256 is None else {"source": {"config_sha256": config_sha256}}),
         "precision": precision,
+        **({} if kernels is None else {"kernels": kernels}),
         "targets": targets,
         "tokenizer": tokenizer,
         "chat_template": chat_template,

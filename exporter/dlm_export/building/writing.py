@@ -14,6 +14,7 @@ from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.graph import functions, fuse, quantise, trace, widen, write
+from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.progress import Stages
 from dlm_export.quantising.calibrate import Quantisation
@@ -44,11 +45,18 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
     return Text(tokenizer, None if template is None else {"file": template.name, "special_tokens": files.special_tokens})
 
 
-def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> dict[str, Tap]:
-    """Trace the denoiser, give its layers their operands and operators, and write it with its weights.
-
-    Returns where layers stand in the graph, by path.
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What is known of a graph once it is written. ``taps``: where layers stand in it, by path; ``fused``: what became native
+    kernels of it, None of a graph for a GPU, where TensorRT fuses.
     """
+
+    taps: dict[str, Tap]
+    fused: Fused | None
+
+
+def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
+    """Trace the denoiser, give its layers their operands and operators, and write it with its weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
@@ -70,11 +78,10 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         read = _quantised_reader(numbers, parts)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
-    if not (request.on_gpu or request.is_plain):
-        fuse.fuse(traced)
+    fused = None if request.on_gpu else fuse.fuse(traced)
     with stages.stage("write weights", write.data_bytes(source.network, job.base)) as advance:
         write.write_graph(traced, read, folder, advance, device)
-    return taps
+    return Written(taps, fused)
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:

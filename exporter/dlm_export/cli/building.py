@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,16 @@ from dlm_export.cli.options import (
     refuse,
     split,
 )
-from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
+from dlm_export.cli.printing import (
+    Bars,
+    block_left_out,
+    format_bytes,
+    print_json,
+    print_kernels,
+    print_table,
+    shown,
+    warn,
+)
 
 if TYPE_CHECKING:
     from dlm_export.build import BuildReport
@@ -129,6 +137,8 @@ def print_build(report: BuildReport) -> None:
     print_table(
         f"Wrote {report.output}", ["", "size"], [[name, format_bytes(size)] for name, size in report.files_bytes.items()]
     )
+    if report.kernels is not None:
+        print_kernels(report.kernels)
     for built in report.engines:
         print_engine(built, report.files_bytes[built.entry["file"]])
     for target, command in report.deferred.items():
@@ -186,7 +196,7 @@ def print_engine(built: Built, size: int) -> None:
     what = f"{entry['file']}: {format_bytes(size)}, {entry['builder']} {entry['version']}, SM {sms}, {built.seconds:.1f} s"
     click.echo(f"{what}, needs about {format_bytes(audit['device_bytes'])} on the device")
     print_table("Profiles: min, opt, max", ["", "tokens", "cached", "rows"], profiles)
-    held = Counter(_block_left_out(layer, name) for layer, name in audit["layers"].items())
+    held = Counter((block_left_out(layer), name) for layer, name in audit["layers"].items())
     rows = [[layer, name, str(count)] for (layer, name), count in held.items()]
     print_table(f"Layers as the {audit['method']} has them", ["layer", "held in", "count"], rows)
     fallbacks = [f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in audit["fallbacks"].items()]
@@ -194,10 +204,6 @@ def print_engine(built: Built, size: int) -> None:
         warn(f"{fallback} (--allow-fallback)")
     if len(fallbacks) > LISTED:
         warn(f"and {len(fallbacks) - LISTED} more layers, in the manifest")
-
-
-def _block_left_out(layer: str, name: str) -> tuple[str, str]:
-    return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer), name
 
 
 def print_curve(curve: Sequence[CurvePoint]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -38,6 +41,20 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def shown(value: float | None, form: str) -> str:
     """A figure, or a dash where there is none."""
     return "-" if value is None else format(value, form)
+
+
+def block_left_out(layer: str) -> str:
+    """A module path for all blocks: ``blocks.N.mlp.up``."""
+    return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
+
+
+def print_kernels(kernels: Mapping[str, Any]) -> None:
+    """Which native kernels a graph for a CPU calls, and what keeps plain operators, which are slower, with the reason."""
+    calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
+    click.echo(f"Native kernels: {calls or 'none'}")
+    plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
+    for (layer, reason), count in plain.items():
+        click.echo(f"Plain operators: {count} {layer} ({reason})")
 
 
 def warn(text: str) -> None:

@@ -28,6 +28,8 @@ import onnx_ir as ir
 from dlm_calibration.formats import SMALLEST_ROW
 
 DOMAIN = "dlm_export"
+KERNELS = ("CachedAttention", "Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear", "Candidates")
+"""The functions that the native runtime has kernels for."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 _OPSET = 23
 _F8 = ir.DataType.FLOAT8E4M3FN

@@ -1,13 +1,13 @@
 """Operators of a traced graph that the native runtime has one kernel for, put together into calls of ``functions``.
 
 Only graphs that ONNX Runtime runs on a CPU are fused; TensorRT does this by itself. What does not look as expected is left
-as it is: a graph means the same before and after.
+as it is, and named with the reason: a graph means the same before and after.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +18,46 @@ from onnx_ir.passes import common as passes
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.trace import Graph
 
+CANDIDATES = "pass"  # the module path of what follows the head, as ``trace`` names it
+GATE = ".gate"  # how the module path of an MLP's gate ends
 _MOST_WEIGHTS = 3  # of one Int8Linear
 
 
-def fuse(traced: Graph) -> None:
+@dataclass(frozen=True)
+class Fused:
+    """What ``fuse`` made of a graph. ``calls``: native kernel -> nodes that call it. ``plain``: module path -> why it keeps
+    plain operators, of every module for which there is a kernel.
+    """
+
+    calls: Mapping[str, int]
+    plain: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: ``kernels`` of the manifest."""
+        return {"calls": dict(self.calls), "plain": dict(self.plain)}
+
+
+class _Unlike(Exception):
+    """Operators are not those that a kernel stands for: in what."""
+
+
+def fuse(traced: Graph) -> Fused:
     """Rewrite a traced graph in place: INT8 layers over one input, attention over the cache, the candidates of a row."""
     model = traced.model
-    _merge_linear_layers(model)
-    if traced.dtype.itemsize == 4:  # the kernels compute in fp32
-        for node in list(model.graph):
-            if node.op_type == "Attention":
+    plain = _merge_linear_layers(model)
+    for node in list(model.graph):
+        if node.op_type == "Attention":
+            try:
                 _fuse_attention(traced, node)
-    _fuse_candidates(model)
+            except _Unlike as err:
+                plain[node.metadata_props[LAYER_KEY]] = str(err)
+    try:
+        _fuse_candidates(model)
+    except _Unlike as err:
+        plain[CANDIDATES] = str(err)
     passes.RemoveUnusedNodesPass()(model)
+    calls = Counter(node.op_type for node in model.graph if node.domain == functions.DOMAIN)
+    return Fused({name: calls[name] for name in functions.KERNELS if calls[name]}, plain)
 
 
 def _call(
@@ -63,17 +90,32 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
     return users[0] if len(users) == 1 and users[0].op_type == op_type and not value.is_graph_output() else None
 
 
-def _merge_linear_layers(model: ir.Model) -> None:
+def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
+    """Put INT8 layers over one input together; returns the layers that are not, with the reason."""
     by_input: dict[int, list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type == "Int8Linear" and node.domain == functions.DOMAIN:
             by_input[id(node.inputs[0])].append(node)
+    plain = {}
     for nodes in by_input.values():
+        paths = [node.metadata_props[LAYER_KEY] for node in nodes]
         product = _gated_product(nodes)
+        is_gated = len(nodes) == 2 and paths[0].endswith(GATE)
+        if is_gated and product is None:
+            plain[paths[0].removesuffix(GATE)] = "what becomes of gate and up is not silu(gate) * up alone"
         if product is not None:
             _merge(model, nodes, "Int8GatedLinear", [product])
-        elif 1 < len(nodes) <= _MOST_WEIGHTS:
+        elif len(nodes) > _MOST_WEIGHTS:
+            plain |= dict.fromkeys(paths, f"one of {len(nodes)} INT8 layers over one input, and a kernel takes {_MOST_WEIGHTS}")
+        elif len(nodes) > 1:
             _merge(model, nodes, f"Int8Linear{len(nodes)}", [node.outputs[0] for node in nodes])
+        elif _is_shared(nodes[0].inputs[0]):
+            plain[paths[0]] = "the only INT8 layer over its input"
+    return plain
+
+
+def _is_shared(value: ir.Value | None) -> bool:
+    return value is not None and len({id(node) for node, _ in value.uses()}) > 1
 
 
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:
@@ -98,38 +140,66 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
 
 
 def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
-    """From the products q, k, v to the merged heads: views, rotations, the cache's rows in front, and back."""
+    """From the products q, k, v to the merged heads: views, rotations, the cache's rows in front, and back.
+
+    Raises _Unlike.
+    """
+    if traced.dtype.itemsize != 4:
+        raise _Unlike("the kernel computes in fp32")
     if len([value for value in attention.inputs if value is not None]) != 3:
-        return  # a mask, which the kernel does not know
-    turned = _producer(attention.inputs[0], "RotaryEmbedding")
-    keys, values = (_producer(value, "Concat") for value in attention.inputs[1:3])
-    if turned is None or keys is None or values is None:
-        return
-    past_key, present_key = keys.inputs
-    past_value, present_value = values.inputs
-    rotated = _producer(present_key, "RotaryEmbedding")
+        raise _Unlike("a mask, which the kernel does not know")
+    _refuse_settings(attention, ("is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "softmax_precision"))
+    turned = _expect(attention.inputs[0], "RotaryEmbedding", "queries that are not turned by their positions")
+    keys, values = (_expect(value, "Concat", "no cached rows in front of the pass's own") for value in attention.inputs[1:3])
+    past_key, present_key = _both(keys)
+    past_value, present_value = _both(values)
+    rotated = _expect(present_key, "RotaryEmbedding", "keys that are not turned by their positions")
+    for node in (turned, rotated):
+        _refuse_settings(node, ("rotary_embedding_dim", "interleaved"))  # the kernel turns whole heads, half against half
+    tables = _all(turned.inputs[1:], 3)
+    if tables != _all(rotated.inputs[1:], 3):
+        raise _Unlike("queries and keys that turn by different positions or tables")
     merged = _only_user(attention.outputs[0], "Transpose")
     y = None if merged is None else _only_user(merged.outputs[0], "Reshape")
-    if rotated is None or y is None or turned.inputs[1:] != rotated.inputs[1:]:
-        return
-    if _turned_size(turned) or _turned_size(rotated):
-        return  # a part of each head, where the kernel turns the whole
-    query, key, value = (_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value))
-    if query is None or key is None or value is None:
-        return
-    merged_heads = [_merged(traced.model, attention, part) for part in (query, key, value)]
-    inputs = [*merged_heads, past_key, past_value, rotated.inputs[3], rotated.inputs[1], rotated.inputs[2]]
-    given = [each for each in inputs if each is not None]
-    if len(given) != len(inputs) or present_key is None or present_value is None:
-        return
+    if y is None:
+        raise _Unlike("heads that are not put side by side, or that something else reads")
+    parts = [_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value)]
+    inputs = [_merged(traced.model, attention, part) for part in parts]
+    cos, sin, positions = tables
     old = [y.outputs[0], present_key, present_value]
-    _call(traced.model, attention, "CachedAttention", given, old, heads=query.count, kv_heads=key.count)
+    heads, kv_heads = parts[0].count, parts[1].count
+    given = [*inputs, past_key, past_value, positions, cos, sin]
+    _call(traced.model, attention, "CachedAttention", given, old, heads=heads, kv_heads=kv_heads)
 
 
-def _turned_size(node: ir.Node) -> int:
-    """Features of a head that a RotaryEmbedding turns; 0: all."""
-    attribute = node.attributes.get("rotary_embedding_dim")
-    return 0 if attribute is None else attribute.as_int()
+def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
+    """The operator of this type behind a value. Raises _Unlike."""
+    node = _producer(value, op_type)
+    if node is None:
+        raise _Unlike(otherwise)
+    return node
+
+
+def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
+    """Raises _Unlike if one of these attributes is set, which the kernel takes to be 0."""
+    for name in names:
+        attribute = node.attributes.get(name)
+        if attribute is not None and attribute.value:
+            raise _Unlike(f"{node.op_type} with {name} = {attribute.value:g}")
+
+
+def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
+    """Values of which none is left out. Raises _Unlike for another number of them."""
+    found = [value for value in values if value is not None]
+    if len(found) != count or len(values) != count:
+        raise _Unlike(f"an operator of {len(found)} inputs where {count} are expected")
+    return found
+
+
+def _both(node: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """What stands in front, and what follows it."""
+    first, second = _all(node.inputs, 2)
+    return first, second
 
 
 @dataclass(frozen=True)
@@ -141,23 +211,22 @@ class _Heads:
     ready: ir.Value
 
 
-def _heads_of(value: ir.Value | None) -> _Heads | None:
-    """The heads behind ``[B, heads, T, D]``."""
-    transposed = _producer(value, "Transpose")
-    ready = None if transposed is None else transposed.inputs[0]
+def _heads_of(value: ir.Value | None) -> _Heads:
+    """The heads behind ``[B, heads, T, D]``. Raises _Unlike."""
+    otherwise = "heads that are not cut from one product"
+    ready = _expect(value, "Transpose", otherwise).inputs[0]
     normed = _producer(ready, "RMSNormalization")
-    split = _producer(ready if normed is None else normed.inputs[0], "Reshape")
-    wanted = None if split is None else split.inputs[1]
-    shape = None if wanted is None else ir.convenience.get_const_tensor(wanted)
-    if ready is None or split is None or shape is None:
-        return None
+    split = _expect(ready if normed is None else normed.inputs[0], "Reshape", otherwise)
+    shape = ir.convenience.get_const_tensor(_both(split)[1])
+    if ready is None or shape is None:
+        raise _Unlike(otherwise)
     return _Heads(int(shape.numpy()[2]), split, ready)
 
 
-def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value | None:
+def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value:
     """``[B, T, count * D]``: what was cut into heads or, behind a norm of each, the heads put side by side again."""
     if heads.ready is heads.split.outputs[0]:
-        return heads.split.inputs[0]
+        return _both(heads.split)[0]
     metadata = {LAYER_KEY: before.metadata_props[LAYER_KEY]}
     shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, -1], np.int64))}, metadata_props=metadata)
     whole = ir.node("Reshape", [heads.ready, shape.outputs[0]], metadata_props=metadata)
@@ -166,11 +235,14 @@ def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value | None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
+    """What a pass returns of its logits. Raises _Unlike."""
     outputs = {str(value.name): value for value in model.graph.outputs}
-    best = _producer(outputs["top_prob"], "TopK")
-    softmax = None if best is None else _producer(best.inputs[0], "Softmax")
-    masked = None if softmax is None else _producer(softmax.inputs[0], "Add")
-    if masked is None or masked.inputs[0] is not outputs["logits"]:
+    if _producer(outputs["top_prob"], "Candidates") is not None:
         return
-    given = [value for value in masked.inputs if value is not None]
-    _call(model, masked, "Candidates", given, [outputs[name] for name in ("top_token", "top_prob", "entropy")])
+    best = _expect(outputs["top_prob"], "TopK", "candidates that TopK does not choose")
+    softmax = _expect(best.inputs[0], "Softmax", "candidates that are not chosen by probability")
+    masked = _expect(softmax.inputs[0], "Add", "logits without the mask token's bias")
+    logits, bias = _both(masked)
+    if logits is not outputs["logits"]:
+        raise _Unlike("probabilities that are not those of the logits returned")
+    _call(model, masked, "Candidates", [logits, bias], [outputs[name] for name in ("top_token", "top_prob", "entropy")])

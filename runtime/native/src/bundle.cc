@@ -281,8 +281,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
     fail(DLM_BAD_BUNDLE, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
   // All but loop and files describe the bundle to people and to the exporter, which checks them by manifest.schema.json.
-  root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source", "precision", "targets",
-                        "tokenizer", "chat_template", "audits", "files"});
+  root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source", "precision", "kernels",
+                        "targets", "tokenizer", "chat_template", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "graph", "presets",
                        "default_preset", "engines"});
