@@ -353,7 +353,9 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ({"tokens": [40]}, "token id 40 at position 0 is outside the vocabulary"),
         ({"seed": -1}, "out of range"),
         ({"block_length": "8"}, "not of the right type"),
-        ({"surety": 1}, "unknown policy field 'surety'"),
+        ({"surety": 1}, "unknown argument 'surety': one of prompt, tokens, .* block_length"),
+        ({"max_tokens": 3}, r"unknown argument 'max_tokens': did you mean max_new_tokens\?"),
+        ({"treshold": 0.5}, r"did you mean threshold\?"),
     ],
 )
 def test_wrong_requests_are_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
@@ -361,6 +363,16 @@ def test_wrong_requests_are_refused_by_name(changes: dict[str, Any], sentence: s
     with pytest.raises(RequestError, match=sentence):
         denoiser.bundle.generate(**({"tokens": [1], "max_new_tokens": 64} | changes))
     assert denoiser.passes == 0
+
+
+def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> None:
+    bundle = ArithmeticDenoiser().bundle
+    with pytest.raises(RequestError, match=r"'max_batches': did you mean max_batch\?"):
+        bundle.generate_batch(tokens=[[1]], max_batches=2)
+    with pytest.raises(RequestError, match=r"'prompts': did you mean prompt\?"):
+        bundle.stream(prompts=["a"])
+    with pytest.raises(RequestError, match=r"unknown policy field 'tresholds': did you mean threshold\? Known are select"):
+        bundle.policy(tresholds=0.5)
 
 
 def golden_runs() -> dict[str, dict[str, Any]]:

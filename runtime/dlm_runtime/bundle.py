@@ -6,6 +6,8 @@ A ``Bundle`` may be shared by threads: each running request takes a native sessi
 from __future__ import annotations
 
 import ctypes as C
+import functools
+import inspect
 import json
 import operator
 import os
@@ -130,9 +132,16 @@ class Bundle:
 
     def policy(self, preset: str | None = None, **changes: Any) -> Policy:
         """A preset of this bundle (None: its default) with some fields changed. Raises BundleError, RequestError."""
+        return self._preset(preset).with_fields(changes)
+
+    def _policy_for(self, method: str, preset: str | None, changes: dict[str, Any]) -> Policy:
+        """``policy`` for a method whose own arguments may have been meant."""
+        return self._preset(preset).with_fields(changes, _arguments(method))
+
+    def _preset(self, preset: str | None) -> Policy:
         self._check_open()
         if self._default_policy is not None and preset is None:
-            return self._default_policy.with_fields(changes)
+            return self._default_policy
         native = _native.initialised(_native.Policy)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         if preset is not None and not isinstance(preset, str):
@@ -143,7 +152,7 @@ class Bundle:
             raise RequestError(message.value.decode("utf-8", "replace"))
         values = {field.name: getattr(native, field.name) for field in fields(Policy)}
         values |= {name: values[name].decode() for name in TEXT_FIELDS}
-        return Policy(**values).with_fields(changes)
+        return Policy(**values)
 
     def generate(
         self,
@@ -167,7 +176,7 @@ class Bundle:
         Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails, and, within
         a pass, what a signal's handler raises on the main thread, such as KeyboardInterrupt.
         """
-        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self.policy(preset, **policy))
+        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self._policy_for("generate", preset, policy))
         with self._session() as session:
             stats, length = _native.Stats(), C.c_size_t()
             buffer = (C.c_int32 * max(1, request.capacity))(*request.given)
@@ -205,7 +214,7 @@ class Bundle:
             raise RequestError("give one of prompts, tokens and chats: a list with an entry for each request")
         if isinstance(chosen[0][1], str):
             raise RequestError(f"{chosen[0][0]} is one string: give a list with an entry for each request")
-        fields, kept = self.policy(preset, **policy), []
+        fields, kept = self._policy_for("generate_batch", preset, policy), []
         for number, value in enumerate(chosen[0][1]):
             one: dict[str, Any] = dict.fromkeys(given) | {chosen[0][0]: value}
             try:
@@ -245,7 +254,7 @@ class Bundle:
         **policy: Any,
     ) -> Iterator[Event]:
         """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving the loop."""
-        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self.policy(preset, **policy))
+        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self._policy_for("stream", preset, policy))
         return self._steps(request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
@@ -335,6 +344,13 @@ class Bundle:
                 self._idle.append(session)
                 self._busy -= 1
                 self._free()
+
+
+@functools.cache
+def _arguments(method: str) -> tuple[str, ...]:
+    """What a method of ``Bundle`` takes by name, beside a policy's fields."""
+    parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
 
 
 class _Request:

@@ -7,6 +7,8 @@ and combinations; this module only names the fields.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -16,6 +18,8 @@ UInt64: TypeAlias = int  # a field's annotation says its type in C too: see _nat
 
 # Names that papers and their code use for the same score.
 SCORE_ALIASES = {"maskgit_plus": "confidence", "low_confidence": "confidence", "topk_margin": "margin"}
+
+_NEAR = 0.7  # likeness from which a name is taken for another's misspelling; difflib's default takes top_p for stop
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,18 @@ class Policy:
     temperature: float = 0.0
     seed: UInt64 = 0
 
-    def with_fields(self, changes: dict[str, Any]) -> Policy:
-        """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's."""
+    def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
+        """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's.
+
+        ``beside`` are the arguments that the caller takes beside these fields: a message may mean one of them.
+        """
         known = [field.name for field in fields(self)]
-        unknown = [name for name in changes if name not in known]
-        if unknown:
-            raise RequestError(f"unknown policy field {unknown[0]!r}: one of {', '.join(known)}")
+        unknown = next((name for name in changes if name not in known), None)
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown, [*beside, *known], 1, _NEAR)
+            meant = f"did you mean {near[0]}? Known are" if near else "one of"
+            kind = "argument" if beside else "policy field"
+            raise RequestError(f"unknown {kind} {unknown!r}: {meant} {', '.join([*beside, *known])}")
         changes = dict(changes)
         if isinstance(changes.get("score"), str):
             changes["score"] = SCORE_ALIASES.get(changes["score"], changes["score"])
