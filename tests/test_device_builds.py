@@ -56,9 +56,24 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Pa
     assert (out / "device.onnx").is_file()
     assert not (out / "engines").exists()
     command = f"dlm-export engine {out} --target thor"
-    assert f"No engine for thor yet. Where it can be built (`dlm-export targets`): {command}\n" in result.stdout
+    tensorrt = "TensorRT 10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)"
+    words = f"No engine for thor yet. Where it can be built (`dlm-export targets`), by {tensorrt}: {command}\n"
+    assert words in result.stdout
     with dlm_runtime.open(out, engine="none") as opened:
         assert opened.manifest["targets"] == ["thor"]
+
+
+def test_quantising_a_bundle_for_gpus_gives_one_for_the_same_gpus(tmp_path: Path) -> None:
+    source, out = gpu_bundle("fp16", "thor", "h100"), tmp_path / "int8"
+    result = dlm_export("quantize", source, "--no-verify", "--activations", "fp16", "-o", out)
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(out)
+    assert manifest["targets"] == ["thor", "h100"]
+    assert (manifest["precision"]["name"], manifest["loop"]["graph"]["device_file"]) == ("int8-weight", "device.onnx")
+    result = dlm_export("build", source, "--no-verify", "-o", tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(tmp_path / "again")
+    assert (manifest["targets"], manifest["precision"]["name"]) == (["thor", "h100"], "fp16")
 
 
 def test_the_command_for_the_device_says_here_that_it_is_for_the_device(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

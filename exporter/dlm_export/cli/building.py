@@ -60,8 +60,6 @@ def build(checkpoint: Path, output: Path, **values: Any) -> None:
 
     Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o build/demo-int8
     """
-    if values["precision"] is None:
-        values["precision"] = "fp32" if split(values["target"]) == ["cpu"] else "fp16"
     _build(checkpoint, output, values)
 
 
@@ -121,6 +119,10 @@ def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, 
 
 def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
     """What ``build`` and ``quantize`` do."""
+    if values["target"] is None:
+        values["target"] = ",".join(_targets_of(source))
+    if values["precision"] is None:
+        values["precision"] = "fp32" if split(values["target"]) == ["cpu"] else "fp16"
     check_build_options(values)
     from dlm_export.build import build as run_build
 
@@ -132,7 +134,20 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
         print_build(report)
 
 
+def _targets_of(source: Path) -> list[str]:
+    """What a bundle was built for; a checkpoint is built for the cpu unless told otherwise."""
+    from dlm_export.bundle import read_manifest
+
+    if not (source / "manifest.json").is_file():
+        return ["cpu"]
+    targets: list[str] = read_manifest(source, check_hashes=False)["targets"]
+    return targets
+
+
 def print_build(report: BuildReport) -> None:
+    """What a build wrote, proved and left to the device."""
+    from dlm_export.targets import find
+
     print_table("Stages", ["", "seconds"], [[name, f"{seconds:.2f}"] for name, seconds in report.stages_s.items()])
     print_table(
         f"Wrote {report.output}", ["", "size"], [[name, format_bytes(size)] for name, size in report.files_bytes.items()]
@@ -142,7 +157,10 @@ def print_build(report: BuildReport) -> None:
     for built in report.engines:
         print_engine(built, report.files_bytes[built.entry["file"]])
     for target, command in report.deferred.items():
-        click.echo(f"No engine for {target} yet. Where it can be built (`dlm-export targets`): {command}")
+        tensorrt = find(target).tensorrt
+        click.echo(
+            f"No engine for {target} yet. Where it can be built (`dlm-export targets`), by TensorRT {tensorrt}: {command}"
+        )
     for warning in report.warnings:
         warn(warning)
     if report.curve:

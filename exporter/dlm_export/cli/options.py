@@ -106,7 +106,8 @@ ENGINE_OPTIONS = (
 OUTPUT_OPTIONS = (
     click.option("-o", "--output", required=True, type=CHECKPOINT, help="Folder of the bundle to write."),
     click.option(
-        "--target", default="cpu", show_default=True, help="Device, or GPUs with commas; `dlm-export targets` lists them."
+        "--target",
+        help="Device, or GPUs with commas; `dlm-export targets` lists them.  [default: those of a bundle; of a checkpoint cpu]",
     ),
     click.option("--force", is_flag=True, help="Replace the bundle that is there."),
     click.option("--no-verify", is_flag=True, help="Skip parity and judging, which hold the denoiser in fp32."),
