@@ -70,7 +70,7 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
     assert {"read_bytes_per_s", "int8_macs_per_s", "fp32_macs_per_s"} < set(told["roofline"])
     for row in told["passes"]:
         assert set(row) == {"batch", "tokens", "cached", "rows", "ms", "quartiles_ms", "limit_ms", "ratio"}
-    made = {"prompt_tokens", "new_tokens", "preset", "nfe", "tokens_per_s", "seconds", "parts"}
+    made = {"prompt_tokens", "new_tokens", "preset", "changes", "nfe", "tokens_per_s", "seconds", "parts"}
     assert set(told["generation"]) == made
     for row in told["batches"]:
         assert set(row) == {"batch", "seconds", "tokens_per_s", "speedup", "cache_bytes"}
@@ -112,6 +112,28 @@ def test_passes_are_counted_as_the_loop_counts_them(llada_bundle: Path, preset: 
     with dlm_runtime.open(llada_bundle, threads=1) as bundle:
         wanted = bundle.generate(tokens=[1, 2, 3, 4, 5, 6], max_new_tokens=10, preset=preset, stop="none")
     assert made["nfe"] == wanted.nfe == 10, "random weights are never sure of more than one token"
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_fields_of_the_policy_are_set_as_run_sets_them(llada_bundle: Path) -> None:
+    options = ("--preset", "fast-dllm", "--set", "threshold=0.0", "--set", "block_length=5")
+    made = json.loads(invoke(llada_bundle, *SMALL, *options, "--json").stdout)["generation"]
+    assert (made["nfe"], made["changes"]) == (2, {"threshold": 0.0, "block_length": 5}), "every block commits in one pass"
+    printed = invoke(llada_bundle, *SMALL, *options).stdout
+    assert "preset fast-dllm, threshold 0.0, block_length 5: 2 passes" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("stop=eos", "bench computes every token"),
+        ("sparkle=1", "unknown policy field 'sparkle'"),
+        ("seed", "write FIELD=VALUE"),
+    ],
+)
+def test_fields_that_bench_cannot_set_are_refused(llada_bundle: Path, change: str, said: str) -> None:
+    done = CliRunner().invoke(main, ["bench", str(llada_bundle), "--set", change])
+    assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.usefixtures("known_machine")

@@ -59,7 +59,14 @@ def measurement(**changes: Any) -> dict[str, Any]:
         limit_ms = 1e3 * limit_s(work, machine.rates())
         made = {"tokens": tokens, "cached": cached, "rows": rows}
         passes.append(made | {"ms": ratio * limit_ms, "limit_ms": limit_ms, "ratio": ratio, "quartiles_ms": [0, 0]})
-    generation = {"preset": "fast-dllm", "prompt_tokens": 16, "new_tokens": 16, "nfe": 16, "tokens_per_s": 1000.0}
+    generation = {
+        "preset": "fast-dllm",
+        "changes": {},
+        "prompt_tokens": 16,
+        "new_tokens": 16,
+        "nfe": 16,
+        "tokens_per_s": 1000.0,
+    }
     return {
         "machine": {"memory_bytes": 1 << 30},
         "bundle": {"precision": "int8", "parameters": TINY.network.parameter_count()},
@@ -286,9 +293,9 @@ def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bun
 
 
 def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
-    orin = TARGETS["agx-orin"]
-    assert "fp16" not in orin.rates  # the premise: no page gives it
-    got = prediction(target=orin, precision="int8-static")
+    gb10 = TARGETS["gb10"]
+    assert "fp16" not in gb10.rates  # the premise: no page gives it
+    got = prediction(target=gb10, precision="nvfp4")
     assert got.missing == ("fp16 rate",)
     assert (got.speeds, got.full_pass.ms, got.full_pass.bound) == ((), None, None)
     assert got.full_pass.bytes_ms is not None
@@ -385,9 +392,11 @@ def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_fil
     assert found["predicted_tokens_per_s"] == pytest.approx(speed.tokens_per_s)
     assert found["error"] == pytest.approx(speed.tokens_per_s / 1000 - 1)
     other = replace(same, network=replace(same.network, tied_head=not same.network.tied_head))
-    elsewhere = make_plan([other], [CPU], request, ["int8"], measured).calibration
-    assert elsewhere is not None
-    assert elsewhere["generation"] is None
+    changed = replace(measured, generation=replace(measured.generation, changes={"cache": "none"}))
+    for shape, known in ((other, measured), (same, changed)):
+        elsewhere = make_plan([shape], [CPU], request, ["int8"], known).calibration
+        assert elsewhere is not None
+        assert elsewhere["generation"] is None
 
 
 def test_growth_on_the_cpu_compares_only_what_is_calibrated(measured_file: Path) -> None:
@@ -453,7 +462,9 @@ def test_tables_are_read_in_a_hundred_columns() -> None:
     names = "rtx5090,agx-orin,thor,h100,b200,cpu"
     result = invoke("plan", "--sizes", "8B", "--targets", names, "--price-per-hour", "2.5")
     assert result.exit_code == 0, result.output
-    tables = [line for line in result.stdout.splitlines() if not line.startswith(("Left out", "Unknown", "Same figures"))]
+    tables = [
+        line for line in result.stdout.splitlines() if not line.startswith(("Left out", "Unknown", "Derived", "Same figures"))
+    ]
     assert max(map(len, tables)) <= 100
     for name in names.split(","):
         assert f"8B on {name}" in result.stdout
@@ -502,7 +513,7 @@ def test_a_checkpoint_is_planned_by_its_configuration(dream_checkpoint: Path, dr
 def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     path = tmp_path / f"growth.{kind}"
-    options = ("plan", "--sizes", "1B", "--targets", "h100,agx-orin,thor", "--precisions", "int8", "--plot", path)
+    options = ("plan", "--sizes", "1B", "--targets", "h100,gb10,thor", "--precisions", "int8", "--plot", path)
     result = invoke(*options)
     assert result.exit_code == 0, result.output
     assert str(path) in result.stderr
@@ -511,7 +522,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     if kind == "svg":
         for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
             assert word in content
-        assert b"agx-orin" not in content  # it has no point
+        assert b"gb10" not in content  # it has no point
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
     assert invoke(*options).exit_code == 1
@@ -543,7 +554,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "l4=1"), "--price-per-hour"),
         (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "-1"), "--price-per-hour"),
         (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "0"), "--price-per-hour"),
-        (("--sizes", "8B", "--targets", "agx-orin", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
+        (("--sizes", "8B", "--targets", "gb10", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
         (("--sizes", "8B", "--targets", "h100", "--plot", "growth.gif"), ".png or .svg"),
         (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
         (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "not readable as JSON"),

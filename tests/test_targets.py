@@ -227,10 +227,22 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
         ("rtx5090", "nvfp4", 1676e12),
         ("gb10", "nvfp4", 500e12),
         ("agx-orin", "int8", 85.5e12),
+        ("agx-orin", "fp16", 42.75e12),
     ],
 )
 def test_rates_are_dense_and_of_one_gpu(name: str, rate: str, figure: float) -> None:
     assert find(name).rates[rate] == pytest.approx(figure)
+
+
+def test_what_no_source_prints_is_told_beside_the_rates() -> None:
+    derived = {name: dict(target.derived) for name, target in targets.TARGETS.items() if target.derived}
+    assert derived == {"agx-orin": {"fp16": "half of int8's: an Ampere tensor core makes half as many products of it"}}
+    assert find("agx-orin").rates["fp16"] == find("agx-orin").rates["int8"] / 2
+    printed = CliRunner().invoke(main, ["plan", "--sizes", "1B", "--targets", "agx-orin", "--precisions", "fp16,int8-static"])
+    assert "Derived, as no source prints it: fp16 rate (half of int8's" in printed.stdout
+    assert "missing" not in printed.stdout
+    listed = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)["targets"]
+    assert {target["name"]: target["derived"] for target in listed if target["derived"]} == derived
 
 
 def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None) -> None:

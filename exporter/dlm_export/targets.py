@@ -2,7 +2,8 @@
 
 What a GPU runs follows from its SM, by NVIDIA's support matrices of TensorRT and TensorRT-RTX; its figures are those of the
 pages in its ``sources``. A vendor's GB counts as 10**9 bytes, which is no more than drivers report. Rates are dense, without
-sparsity, in operations a second; one that is printed sparse only is halved, and a comment beside it says so.
+sparsity, in operations a second; one that is printed sparse only is halved, and a comment beside it says so. One that follows
+from others and is printed nowhere is in ``derived`` as well.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ class Target:
     recipe that a name of ``--precision`` means here, where that is not the recipe so called. ``note``: what a user should know.
     ``sm`` is the compute capability (89 is 8.9), None for a CPU. ``memory_is_shared``: the host's programs take their part of
     ``memory_bytes``. ``rates`` are peak operations a second of the tensor cores, by fp16, int8, int4, fp8, nvfp4, with fp32
-    accumulation where the vendor tells them apart. ``engine_kinds``: "rtx" is TensorRT-RTX, ahead of time and without a GPU;
-    "tensorrt" is standard TensorRT on the device. ``tensorrt`` and ``jetpack`` say which versions.
+    accumulation where the vendor tells them apart; ``derived``: how those of them follow that no source prints.
+    ``engine_kinds``: "rtx" is TensorRT-RTX, ahead of time and without a GPU; "tensorrt" is standard TensorRT on the device.
+    ``tensorrt`` and ``jetpack`` say which versions.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Target:
     memory_is_shared: bool = False
     bandwidth_bytes_per_s: float | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
+    derived: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     engine_kinds: tuple[str, ...] = ()
     tensorrt: str | None = None
@@ -157,6 +160,7 @@ def _gpu(
     gb_per_s: float | None = None,
     is_shared: bool = False,
     tera: Mapping[str, float] | None = None,
+    derived: Mapping[str, str] | None = None,
     note: str = "",
 ) -> Target:
     """A GPU; ``tera`` are its rates in 10**12 operations a second."""
@@ -178,6 +182,7 @@ def _gpu(
         memory_is_shared=is_shared,
         bandwidth_bytes_per_s=None if gb_per_s is None else gb_per_s * 1e9,
         rates={key: value * 1e12 for key, value in (tera or {}).items()},
+        derived=derived or {},
         sources=sources,
         engine_kinds=("rtx", "tensorrt") if sm in RTX_SM else ("tensorrt",),
         tensorrt=TENSORRT_BY_SM[sm],
@@ -190,6 +195,7 @@ _PRODUCTS = "https://www.nvidia.com/en-us"
 _JETSON_ORIN = f"{_PRODUCTS}/autonomous-machines/embedded-systems/jetson-orin/"
 _NANO_SUPER = f"{_BLOG}/nvidia-jetson-orin-nano-developer-kit-gets-a-super-boost/"
 _NX_SUPER = f"{_BLOG}/nvidia-jetpack-6-2-brings-super-mode-to-nvidia-jetson-orin-nano-and-jetson-orin-nx-modules/"
+_ORIN_BRIEF = "https://www.nvidia.com/content/dam/en-zz/Solutions/gtcf21/jetson-orin/nvidia-jetson-agx-orin-technical-brief.pdf"
 _ORIN_DLA = "https://github.com/NVIDIA/Deep-Learning-Accelerator-SW"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
@@ -224,17 +230,20 @@ _TARGETS = (
     ),
     # Its 157 sparse TOPS count the two DLAs, which engines here leave idle; no page gives the GPU's part.
     _gpu("orin-nx", 87, "Jetson Orin NX 16 GB", _JETSON_ORIN, _NX_SUPER, gb=16, gb_per_s=102.4, is_shared=True),
-    # int8: the GPU's part of 275 TOPS at MAXN, printed sparse.
+    # int8: the GPU's part of 275 TOPS at MAXN, printed sparse (170 in the brief, which rounds). fp16: by the brief a tensor
+    # core makes 16 of its products where it makes 32 of int8, and Orin Nano's two printed rates stand so too.
     _gpu(
         "agx-orin",
         87,
         "Jetson AGX Orin 64 GB, MAXN",
         _JETSON_ORIN,
+        _ORIN_BRIEF,
         _ORIN_DLA,
         gb=64,
         gb_per_s=204.8,
         is_shared=True,
-        tera={"int8": 171 / 2},
+        tera={"fp16": 171 / 4, "int8": 171 / 2},
+        derived={"fp16": "half of int8's: an Ampere tensor core makes half as many products of it"},
     ),
     _gpu(
         "rtx4090",

@@ -5,8 +5,9 @@ torch and the rest of the export extra are imported inside the functions that ne
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ cpu_engine_option = click.option(
     show_default=True,
     help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
 )
+preset_option = click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
+set_option = click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any field of the policy; repeatable.")
 threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")
 
 _SAMPLE_OPTIONS = (
@@ -159,6 +162,23 @@ def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
     for name in names:
         if values.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
+
+
+def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
+    """The fields of a policy that ``set_option`` was given. Raises UsageError, RequestError for what is none."""
+    from dlm_runtime import Policy
+
+    fields: dict[str, Any] = {}
+    for text in changes:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set {text}: write FIELD=VALUE, such as seed=7")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    Policy().with_fields(fields)  # --set must not reach other arguments of what takes a policy
+    return fields
 
 
 def check_build_options(values: dict[str, Any]) -> None:

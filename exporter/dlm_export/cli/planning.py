@@ -231,6 +231,8 @@ def _print_predictions(denoiser: str, target: str, predictions: Sequence[Predict
     unknown = {each.precision: ", ".join(each.missing) for each in predictions if each.missing}
     for missing, names in _by_value(unknown).items():
         click.echo(f"Unknown: {', '.join(names)}; missing: {missing}")
+    for number, how in device.derived.items():
+        click.echo(f"Derived, as no source prints it: {number} rate ({how})")
     if costs:
         click.echo(f"Cost of a million tokens, at {plan.request.prices[target]:g} an hour:")
         print_table("", ["precision", "block", *(f"at {step}" for step in steps)], costs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,15 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, engine_option, json_option, threads_option
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    engine_option,
+    json_option,
+    policy_changes,
+    preset_option,
+    set_option,
+    threads_option,
+)
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown
 
 
@@ -20,14 +27,14 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table,
 @click.option("--chat", help="A user's message, put through the bundle's chat template.")
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
 @click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Mask tokens to fill.")
-@click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
+@preset_option
 @click.option("--steps", type=click.IntRange(0), default=0, help="Passes planned for the whole generation; 0: the preset's.")
 @click.option("--block-length", type=click.IntRange(0), help="Tokens decided before the next block; 0: all in one.")
 @click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
 @click.option("--score", help="confidence, margin, entropy or random.")
 @click.option("--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential.")
 @click.option("--cache", help="none, prefix or dual.")
-@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any other field of the policy; repeatable.")
+@set_option
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
 @engine_option
@@ -59,9 +66,7 @@ def run(
         raise click.UsageError("give one of --prompt, --chat and --tokens")
     request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "preset": preset, "steps": steps}
     policy = {name: value for name, value in fields.items() if value is not None}
-    policy |= dict(_assignment(change) for change in changes)
-    dlm_runtime.Policy().with_fields(policy)  # --set must not reach the other arguments of generate
-    request |= policy
+    request |= policy | policy_changes(changes)
     if prompt is not None:
         request["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     elif chat is not None:
@@ -98,7 +103,8 @@ def run(
 )
 @click.option("--prompt-tokens", type=click.IntRange(0), help="Made-up tokens given to the generation.  [default: 128]")
 @click.option("--new-tokens", type=click.IntRange(1), help="Mask tokens that it fills.  [default: 128]")
-@click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
+@preset_option
+@set_option
 @click.option(
     "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
 )
@@ -106,7 +112,7 @@ def run(
 @engine_option
 @threads_option
 @json_option
-def bench(bundle: Path, passes: str | None, batch: str | None, as_json: bool, **values: Any) -> None:
+def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Measure a bundle on this machine: passes, a generation and its parts, memory, and the distance from the machine's limit.
 
     Example: dlm-export bench build/demo-int8 --preset fast-dllm --passes "32,224,32;256,0,256"
@@ -115,22 +121,19 @@ def bench(bundle: Path, passes: str | None, batch: str | None, as_json: bool, **
 
     sizes = None if passes is None else bencher.parse_passes(passes)
     batches = (1,) if batch is None else bencher.parse_batches(batch)
+    policy = policy_changes(changes)
     with Bars() as bars:
-        result = bencher.bench(bundle, bencher.BenchOptions(passes=sizes, batches=batches, **values), bars)
+        options = bencher.BenchOptions(passes=sizes, batches=batches, policy=policy, **values)
+        result = bencher.bench(bundle, options, bars)
     if as_json:
         print_json(result)
     else:
         print_bench(result)
 
 
-def _assignment(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise click.UsageError(f"--set {text}: write FIELD=VALUE, such as seed=7")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def _loop_of(made: Mapping[str, Any]) -> str:
+    """The loop of a measured generation: its preset, and what was changed of it."""
+    return ", ".join([f"preset {made['preset']}", *(f"{name} {value}" for name, value in made["changes"].items())])
 
 
 def _token_list(text: str) -> list[int]:
@@ -165,7 +168,7 @@ def print_bench(result: Mapping[str, Any]) -> None:
     print_table("Passes", ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
     made, memory = result["generation"], result["memory"]
     click.echo(
-        f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, preset {made['preset']}: "
+        f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, {_loop_of(made)}: "
         f"{made['nfe']} passes, {made['seconds']:.3f} s, {made['tokens_per_s']:.1f} tokens/s"
     )
     rows = [[part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"] for part, seconds in made["parts"].items()]

@@ -11,8 +11,8 @@ import random
 import re
 import resource
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class BenchOptions:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
+    policy: Mapping[str, Any] = field(default_factory=dict)  # fields of the preset that are changed; all but ``stop``
     rounds: int = 15
     batches: tuple[int, ...] = (1,)  # requests that share passes; 1, to compare with, is measured in any case
 
@@ -83,6 +84,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     Raises what ``dlm_runtime.open`` raises, and RequestError for passes and lengths that the bundle does not take.
     """
     progress = progress or Silent()
+    if "stop" in options.policy:
+        raise RequestError("bench computes every token that it counts: leave stop as it is")
     rounds = max(3, options.rounds // GENERATION_SHARE)
     batches = sorted({1, *options.batches})
     with dlm_runtime.open(path, engine=options.engine, threads=options.threads) as bundle:
@@ -144,6 +147,7 @@ class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
+    changes: Mapping[str, Any]  # of the preset's policy
     batch: int
     result: Generation  # the round of median length, one of its requests
 
@@ -171,6 +175,7 @@ class _Generation:
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "preset": self.preset,
+            "changes": dict(self.changes),
             "nfe": self.result.nfe,
             "tokens_per_s": self.tokens_per_s,
             "seconds": timings["total"],
@@ -188,10 +193,11 @@ def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, ro
     prompts = [rng.choices(usual, k=given) for _ in range(batch)]
     results = []
     for _ in range(rounds):
-        results += bundle.generate_batch(tokens=prompts, max_new_tokens=new, preset=preset, stop="none", max_batch=batch)[:1]
+        policy = {**options.policy, "stop": "none"}
+        results += bundle.generate_batch(tokens=prompts, max_new_tokens=new, preset=preset, max_batch=batch, **policy)[:1]
         progress.advance()
     results.sort(key=lambda result: result.timings["total"])
-    return _Generation(given, new, preset, batch, results[len(results) // 2])
+    return _Generation(given, new, preset, options.policy, batch, results[len(results) // 2])
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dlm_export.planning.roofline import Machine, Rates
 from dlm_runtime.errors import DlmError
 
 _MOST_BYTES = 1 << 24
-_Kind = TypeVar("_Kind", int, float, str, "list[Any]")
+_Kind = TypeVar("_Kind", int, float, str, "list[Any]", "dict[str, Any]")
 
 
 class MeasuredError(DlmError):
@@ -59,9 +59,10 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """A whole request as ``dlm-export bench`` timed it."""
+    """A whole request as ``dlm-export bench`` timed it. ``changes``: fields of the preset that were set otherwise."""
 
     preset: str
+    changes: dict[str, Any]
     prompt_tokens: int
     new_tokens: int
     nfe: int
@@ -134,6 +135,7 @@ def read_measured(path: Path) -> Measured:
         tuple(passes),
         MeasuredGeneration(
             get(str, "generation", "preset"),
+            get(dict, "generation", "changes"),
             get(int, "generation", "prompt_tokens"),
             get(int, "generation", "new_tokens"),
             get(int, "generation", "nfe"),

@@ -362,9 +362,9 @@ def calibrate(measured: Measured, shapes: Sequence[Shape], predictions: Sequence
 
 
 def _predict_generation(measured: Measured, shape: Shape) -> float | None:
-    """Tokens a second of the measured request; None where ``shape`` is another denoiser, or has not its preset or precision."""
+    """Tokens a second of the measured request; None where ``shape`` is another denoiser, or has not its loop or precision."""
     asked = measured.generation
-    preset = shape.presets.get(asked.preset)
+    preset = None if asked.changes else shape.presets.get(asked.preset)
     found = [each for each in precisions_of(shape, TARGETS["cpu"])[0] if measured.precision in (each.name, *each.same_as)]
     is_same = shape.network.parameter_count() == measured.parameters
     if not is_same or preset is None or preset["cache"] not in ("none", "dual") or not found or not asked.nfe:
