@@ -20,14 +20,17 @@ from networks import make_network
 from test_imports import BLOCKED
 
 from dlm_calibration.recipes import RECIPES, RecipeError
+from dlm_export.building import request
+from dlm_export.building.options import BuildOptions
 from dlm_export.cli import main
 from dlm_export.network.spec import MlpSpec
 from dlm_export.planning import plan
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import MeasuredError, MeasuredPass, interpolated_ratio, read_measured
-from dlm_export.planning.plan import Request, generation_passes, make_plan, memory_bytes, predict, weights_bytes
-from dlm_export.planning.roofline import Machine, limit_s
-from dlm_export.planning.shapes import Shape, ShapeError, precisions_of, read_shape, scaled_shape
+from dlm_export.planning.plan import Request, generation_passes, make_plan, memory_bytes, predict
+from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_bytes
+from dlm_export.planning.shapes import Precision, Shape, ShapeError, precisions_of, read_shape, scaled_shape
+from dlm_export.sources import open_source
 from dlm_export.targets import TARGETS, Target
 from dlm_export.tensorrt.estimate import Limits, estimate
 from dlm_runtime import CallbackPass
@@ -117,7 +120,7 @@ def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
     assert (len(network.layers), network.hidden_size, attention.heads, mlp.size) == (32, 4096, 32, 12288)
     assert network.parameter_count() == 8_015_581_184
     (fp16,), _ = precisions_of(LLADA_8B, H100, ["fp16"])
-    assert weights_bytes(LLADA_8B, fp16) == 2 * network.parameter_count()
+    assert _weights_bytes(LLADA_8B, fp16) == 2 * network.parameter_count()
 
 
 @given(billions=st.floats(1, 500))
@@ -262,12 +265,29 @@ def test_quantised_weights_never_need_more_memory(shape: Shape, canvas: int, bat
         assert memory_bytes(shape, precision, target, canvas, 32, batch) < most
 
 
+def _weights_bytes(shape: Shape, precision: Precision) -> int:
+    kinds = kinds_of(shape.network, dict(precision.layers), precision.element_bytes)
+    return weights_bytes(shape.network, kinds, precision.element_bytes)
+
+
 def test_memory_on_a_gpu_is_what_building_an_engine_estimates() -> None:
     (precision,), _ = precisions_of(LLADA_8B, H100, ["int4"])
-    estimated = estimate(LLADA_8B.network, weights_bytes(LLADA_8B, precision), Limits(300, 32))
+    estimated = estimate(LLADA_8B.network, _weights_bytes(LLADA_8B, precision), Limits(300, 32))
     assert memory_bytes(LLADA_8B, precision, H100, 300, 32, 1) == estimated.device
     four = memory_bytes(LLADA_8B, precision, H100, 300, 32, 4)
     assert four == estimated.device + 3 * (estimated.cache + estimated.passes)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8", "fp8"])
+def test_a_build_counts_weights_as_a_plan_does(
+    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    counted = []
+    monkeypatch.setattr(request.estimate, "check_memory", lambda network, target, size, *_, **__: counted.append(size))
+    source = open_source(llada_checkpoint)
+    request.check_job(request.check_request(BuildOptions(("h100",), precision, check_parity=False)), source)
+    ((planned,), _) = precisions_of(Shape("a", source.network, None, {}), H100, [precision])
+    assert counted == [_weights_bytes(Shape("a", source.network, None, {}), planned)]
 
 
 def test_a_tied_head_is_no_layer_of_a_recipe(tmp_path: Path) -> None:
@@ -283,10 +303,10 @@ def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bun
     for bundle in (llada_bundle, dream_bundle):
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         (fp32,), _ = precisions_of(shape, CPU, ["fp32"])
-        assert weights_bytes(shape, fp32) == 4 * shape.network.parameter_count()
+        assert _weights_bytes(shape, fp32) == 4 * shape.network.parameter_count()
         stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"]["bytes"]
         # The file adds the tables of RoPE, and rounds tensors up to pages.
-        assert 1 <= stored / weights_bytes(shape, fp32) < 1.5
+        assert 1 <= stored / _weights_bytes(shape, fp32) < 1.5
 
 
 # ---- What is unknown ----

@@ -9,9 +9,9 @@ from dlm_calibration.recipes import FORMATS, HIGH, NEXT, Recipe, abridged
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
-from dlm_export.graph import trace
 from dlm_export.judging import parity
 from dlm_export.network.spec import LinearSpec, NetworkSpec
+from dlm_export.planning import roofline
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
 from dlm_export.targets import AUTO, STORED, Target, TargetError
@@ -139,18 +139,8 @@ def _check_device_memory(job: Job) -> None:
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
     limits = estimate.limits_of(network.max_canvas_length, block_length, request.options.engine or EngineOptions())
-    weights_bytes = _planned_weight_bytes(job)
+    element_bytes = graph.PRECISIONS[job.base]
+    kinds = roofline.kinds_of(network, job.formats or {}, element_bytes)
+    weights_bytes = roofline.weights_bytes(network, kinds, element_bytes)
     for target in request.targets:
         estimate.check_memory(network, target, weights_bytes, limits, on_host=target.name in request.builders)
-
-
-def _planned_weight_bytes(job: Job) -> int:
-    network = job.source.network
-    layers = network.quantisable()
-    element_bytes = trace.element_type(job.base).itemsize
-    total = int(element_bytes * network.parameter_count())
-    for layer, name in (job.formats or {}).items():
-        if FORMATS[name].weights is not None:
-            inputs, outputs = layers[layer].inputs, layers[layer].outputs
-            total += FORMATS[name].weight_bytes(inputs, outputs) - int(element_bytes * inputs * outputs)
-    return total

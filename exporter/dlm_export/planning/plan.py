@@ -21,7 +21,7 @@ from typing import Any
 from dlm_export.bundle import OutputError
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import Measured, interpolated_ratio
-from dlm_export.planning.roofline import FULL, MatrixKind, Rates, Work, count_work, kinds_of, limit_s
+from dlm_export.planning.roofline import FULL, MatrixKind, Rates, Work, count_work, kinds_of, limit_s, weights_bytes
 from dlm_export.planning.shapes import Precision, Shape, precisions_of, scaled_shape
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
@@ -195,22 +195,13 @@ def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> P
     return PassTime(made, bytes_ms, arithmetic_ms, ratio)
 
 
-def weights_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes of all weights, embedding and scales included."""
-    network, kinds = shape.network, _kinds(shape, precision)
-    matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
-    # The head is among them; a tied one is the embedding table.
-    vectors = network.vector_elements + (0 if network.tied_head else network.vocab_size * network.hidden_size)
-    return precision.element_bytes * vectors + matrices
-
-
 def memory_bytes(shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int) -> int:
     """What a process holds, or a GPU: weights, and for each row of the batch its cache and passes; formula of ``engines``.
 
     A GPU's context and kernels come on top. Where elements have four bytes, cache and activations are twice what an engine
     has.
     """
-    weights = weights_bytes(shape, precision)
+    weights = weights_bytes(shape.network, _kinds(shape, precision), precision.element_bytes)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes  # in fp32 everywhere
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)

@@ -135,6 +135,14 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
     return element_bytes * inputs * outputs if chosen.weights is None else chosen.weight_bytes(inputs, outputs)
 
 
+def weights_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
+    """Bytes of all weights, embedding and scales included; ``kinds`` are the network's matrices by ``kinds_of``."""
+    matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
+    # The head is among them; a tied one is the embedding table.
+    vectors = network.vector_elements + (0 if network.tied_head else network.vocab_size * network.hidden_size)
+    return element_bytes * vectors + matrices
+
+
 def limit_s(work: Work, rates: Rates) -> float:
     """The least seconds for ``work``: the larger of all bytes at the rate of reads, and all multiply-adds at their rates.
 

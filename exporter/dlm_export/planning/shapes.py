@@ -10,12 +10,12 @@ from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.bundle import network_of, read_manifest
+from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError
 from dlm_runtime.policy import PRESETS
 
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 # LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464, untied head.
 LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
@@ -115,7 +115,7 @@ def precisions_of(shape: Shape, target: Target, names: Sequence[str] | None = No
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
     every = list(shape.network.quantisable())
-    element_bytes = ELEMENT_BYTES["fp32" if target.sm is None else "fp16"]
+    element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
 
     def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:
         layers = tuple((layer, formats[layer]) for layer in every if formats.get(layer, HIGH) != HIGH)
@@ -138,7 +138,7 @@ def precisions_of(shape: Shape, target: Target, names: Sequence[str] | None = No
             left_out[name] = str(err).partition(": it runs")[0]
             continue
         if recipe is None:
-            add(name, {}, ELEMENT_BYTES[name])
+            add(name, {}, PRECISIONS[name])
         else:
             add(name, recipe.formats(every), element_bytes)
     return list(found.values()), left_out
