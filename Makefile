@@ -12,13 +12,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/native/include/* runtime/native/cmake/*)
+# Everything that a build runs, however deep it lies.
+PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
 .PHONY: demo test test-slow lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
 
-build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(wildcard exporter/dlm_export/*.py exporter/dlm_export/*/*.py)
+build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(PACKAGES)
 	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
 
 test: lint

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from dlm_export import families
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.families.base import Overrides, Piece, Source
+from dlm_export.families.base import Origin, Overrides, Piece
 from dlm_export.network.spec import NetworkSpec, Rope
 
 TENSORS = dict[str, torch.Tensor]
@@ -162,17 +162,17 @@ def test_stored_weights_are_read_without_a_change_of_value(tmp_path: Path, dtype
     weights = families.open_weights(checkpoint, _network(path))
     stored = load_file(path / "model.safetensors")
     assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
-    for parameter, source in weights.sources.items():
+    for parameter, origin in weights.origins.items():
         array = weights.read(parameter, np.dtype(np.float32))
         assert array.flags.c_contiguous
-        expected = stored[source.whole].float().numpy()
-        assert np.array_equal(array, expected.T if source.transpose else expected), parameter
+        expected = stored[origin.whole].float().numpy()
+        assert np.array_equal(array, expected.T if origin.transpose else expected), parameter
 
 
 def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=torch.float16)
     weights = families.open_weights(Checkpoint(path), _network(path))
-    for parameter in weights.sources:
+    for parameter in weights.origins:
         half = weights.read(parameter, np.dtype(np.float16))
         assert np.array_equal(half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))), parameter
 
@@ -181,7 +181,7 @@ def test_every_released_tensor_is_used_exactly_once(llada_checkpoint: Path, drea
     for path in (llada_checkpoint, dream_checkpoint):
         checkpoint = Checkpoint(path)
         weights = families.open_weights(checkpoint, _network(path))
-        used = [source.whole for source in weights.sources.values()]
+        used = [origin.whole for origin in weights.origins.values()]
         assert sorted(used) == sorted(checkpoint.tensors)
 
 
@@ -516,7 +516,7 @@ class Rearranged:
 
     path: Path
     network: NetworkSpec
-    sources: dict[str, Source]
+    origins: dict[str, Origin]
 
     @staticmethod
     def of(checkpoint: Path, to: Path) -> Rearranged:
@@ -524,7 +524,7 @@ class Rearranged:
         opened = Checkpoint(checkpoint)
         network = families.read_network(opened, Overrides())
         tensors = {name: opened.tensor(name).clone() for name in opened.tensors}
-        sources = families.FAMILIES["dream"].sources(network)
+        origins = families.FAMILIES["dream"].origins(network)
         for i in range(len(network.layers)):
             ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
             for kind in ("weight", "bias"):
@@ -533,23 +533,23 @@ class Rearranged:
                     parts.append(tensors.pop(f"{theirs}self_attn.{name}_proj.{kind}"))
                     rows = (first, first := first + len(parts[-1]))
                     piece = Piece(f"{theirs}self_attn.query_key_value.{kind}", rows)
-                    sources[f"{ours}attention.{name}.{kind}"] = Source((piece,), transpose=kind == "weight")
+                    origins[f"{ours}attention.{name}.{kind}"] = Origin((piece,), transpose=kind == "weight")
                 tensors[piece.tensor] = torch.cat(parts)
             gate = tensors.pop(f"{theirs}mlp.gate_proj.weight")
             halves = (f"{theirs}mlp.gate_a", f"{theirs}mlp.gate_b")
             tensors |= dict(zip(halves, (gate[:40].clone(), gate[40:].clone()), strict=True))
             pieces = (Piece(halves[0], (0, 40)), Piece(halves[1], (0, len(gate) - 40)))
-            sources[f"{ours}mlp.gate.weight"] = Source(pieces, transpose=True)
+            origins[f"{ours}mlp.gate.weight"] = Origin(pieces, transpose=True)
         for old in to.glob("model*"):
             old.unlink()
         save_file(tensors, to / "model.safetensors")
-        return Rearranged(to, network, sources)
+        return Rearranged(to, network, origins)
 
 
 def test_fused_and_parted_tensors_read_as_the_separate_ones(dream_checkpoint: Path, tmp_path: Path) -> None:
     made = Rearranged.of(dream_checkpoint, tmp_path / "fused")
     plain = families.open_weights(Checkpoint(dream_checkpoint), made.network)
-    fused = families.Weights(Checkpoint(made.path), made.network, made.sources)
+    fused = families.Weights(Checkpoint(made.path), made.network, made.origins)
     for parameter in made.network.parameters():
         for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
             assert np.array_equal(plain.read(parameter, dtype), fused.read(parameter, dtype)), parameter
@@ -562,11 +562,11 @@ def test_a_fused_tensor_of_the_wrong_height_is_named(dream_checkpoint: Path, tmp
     name = "model.layers.1.self_attn.query_key_value.weight"
     save_file(tensors | {name: tensors[name][:-1].clone()}, file)
     with pytest.raises(CheckpointError, match=rf"{name} is \[127, 64\], expected \[128, 64\]"):
-        families.Weights(Checkpoint(made.path), made.network, made.sources)
+        families.Weights(Checkpoint(made.path), made.network, made.origins)
 
 
 def test_stacked_tensors_become_one_parameter_and_back() -> None:
     """As experts are: a list of matrices ``[out, in]``, or one tensor of them all."""
-    apart = Source(tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True)
+    apart = Origin(tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True)
     assert apart.shapes((3, 8, 5)) == [(5, 8)] * 3
-    assert Source.of("experts.gate", transpose=True).shapes((3, 8, 5)) == [(3, 5, 8)]
+    assert Origin.of("experts.gate", transpose=True).shapes((3, 8, 5)) == [(3, 5, 8)]

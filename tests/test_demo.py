@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,16 @@ LONG_COMMAND = "hey remind me on friday at quarter to nine in the evening to ask
 def demo(demo_bundle: Path) -> Iterator[Bundle]:
     with dlm_runtime.open(demo_bundle, threads=1) as bundle:
         yield bundle
+
+
+def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed() -> None:
+    root = EXAMPLES.parent
+    known = subprocess.run(["make", "-rpn", "demo"], cwd=root, capture_output=True, text=True, check=True).stdout
+    (needed,) = (line for line in known.splitlines() if line.startswith("build/demo/manifest.json: "))
+    packages = ("exporter", "calibration", "runtime/dlm_runtime")
+    files = {path.relative_to(root).as_posix() for name in packages for path in (root / name).rglob("*") if path.is_file()}
+    assert len(files) > 90
+    assert not {name for name in files if "__pycache__" not in name} - {*needed.split()}
 
 
 def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:

@@ -359,6 +359,14 @@ def test_readme_leads_to_every_page() -> None:
     assert set(DOCS) <= links, set(DOCS) - links
 
 
+def test_what_builds_for_thor_says_when_its_graph_must_be_plain() -> None:
+    lines = [
+        line for page in PAGES for line in page.read_text().splitlines() if re.search(r"--target thor.*-o |^\| Thor", line)
+    ]
+    assert len(lines) > 2
+    assert not [line for line in lines if "--plain-graph" not in line and "later JetPack" not in line]
+
+
 def test_readme_lists_the_families() -> None:
     listed = [name for row in _table(README, "family") for name in _quoted(row[1])]
     assert sorted(listed) == sorted(name for family in FAMILIES.values() for name in family.architectures)

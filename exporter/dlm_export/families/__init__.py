@@ -1,7 +1,7 @@
 """The families room: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
 
 A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads (``reading`` and ``trunks``
-have what several share) and which released tensors are which parameters (``base.Source``). ``weights`` checks and reads them.
+have what several share) and which released tensors are which parameters (``base.Origin``). ``weights`` checks and reads them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     """The checkpoint's tensors as the network's parameters, checked. Raises CheckpointError."""
-    return Weights(checkpoint, network, FAMILIES[network.family].sources(network))
+    return Weights(checkpoint, network, FAMILIES[network.family].origins(network))
 
 
 __all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "load", "open_weights", "read_network"]

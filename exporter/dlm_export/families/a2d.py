@@ -43,6 +43,6 @@ FAMILY = Family(
     "Tiny-A2D Qwen3",
     "llada",
     read_network,
-    TRUNK.sources,
+    TRUNK.origins,
     "Qwen3ForCausalLM",
 )

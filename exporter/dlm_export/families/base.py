@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """The released tensors behind a denoiser's parameter.
 
     Several pieces lie one behind the other along their first axis, or with ``is_stacked`` each is one entry of a new first
@@ -41,9 +41,9 @@ class Source:
     is_stacked: bool = False
 
     @staticmethod
-    def of(tensor: str, transpose: bool = False) -> Source:
+    def of(tensor: str, transpose: bool = False) -> Origin:
         """A parameter that is one whole tensor."""
-        return Source((Piece(tensor),), transpose)
+        return Origin((Piece(tensor),), transpose)
 
     @property
     def whole(self) -> str | None:
@@ -81,7 +81,7 @@ class Family:
     description: str
     default_preset: str
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
-    sources: Callable[[NetworkSpec], dict[str, Source]]
+    origins: Callable[[NetworkSpec], dict[str, Origin]]
     trunk: str | None = None
     """The class of transformers whose layers and tensor names these are, for ``capture``; it is run with everything visible."""
 
@@ -99,11 +99,11 @@ class Layout:
     final_norm: str
     head: str
 
-    def sources(self, network: NetworkSpec) -> dict[str, Source]:
+    def origins(self, network: NetworkSpec) -> dict[str, Origin]:
         """Denoiser parameter -> released tensor."""
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         matrices = {linear.weight for linear in network.linear_layers()}
-        sources = {}
+        origins = {}
         for parameter in network.parameters():
             module, _, kind = parameter.rpartition(".")
             if module in outside:
@@ -111,5 +111,5 @@ class Layout:
             else:
                 _, i, inner = module.split(".", 2)  # blocks.I.INNER
                 released = self.layer.format(i=i) + self.names[inner]
-            sources[parameter] = Source.of(f"{released}.{kind}", transpose=parameter in matrices)
-        return sources
+            origins[parameter] = Origin.of(f"{released}.{kind}", transpose=parameter in matrices)
+        return origins

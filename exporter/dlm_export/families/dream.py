@@ -36,4 +36,4 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     )
 
 
-FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_network, TRUNK.sources, "Qwen2ForCausalLM")
+FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_network, TRUNK.origins, "Qwen2ForCausalLM")

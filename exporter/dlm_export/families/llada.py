@@ -72,4 +72,4 @@ LAYOUT = Layout(
     final_norm="model.transformer.ln_f",
     head="model.transformer.ff_out",
 )
-FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_network, LAYOUT.sources)
+FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_network, LAYOUT.origins)

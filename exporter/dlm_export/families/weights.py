@@ -12,7 +12,7 @@ from dlm_calibration.formats import NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
-from dlm_export.families.base import Parameters, Piece, Source
+from dlm_export.families.base import Origin, Parameters, Piece
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.spec import NetworkSpec
@@ -29,20 +29,20 @@ class Weights:
     what the checkpoint holds and is not used as it stands.
     """
 
-    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, sources: Mapping[str, Source]) -> None:
-        """``sources``: of each of the network's parameters.
+    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]) -> None:
+        """``origins``: of each of the network's parameters.
 
         Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
-        self.sources = dict(sources)
-        assert self.sources.keys() == self.shapes.keys(), self.sources.keys() ^ self.shapes.keys()
+        self.origins = dict(origins)
+        assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
         self.quantised: dict[str, str] = {}
-        for parameter, source in self.sources.items():
-            for piece in source.pieces if source.transpose else ():
+        for parameter, origin in self.origins.items():
+            for piece in origin.pieces if origin.transpose else ():
                 algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
-                if algorithm is not None and source.whole is None:
+                if algorithm is not None and origin.whole is None:
                     raise CheckpointError(
                         f"{checkpoint.path}: {piece.tensor} is quantised, and only a part of {parameter}: not read. "
                         "Use the checkpoint that is not quantised."
@@ -57,19 +57,19 @@ class Weights:
 
         Raises CheckpointError if a weight is NaN or infinite, or leaves the range of ``dtype``.
         """
-        source = self.sources[parameter]
+        origin = self.origins[parameter]
         stored = self.stored(parameter)
         if stored is not None:
             array = stored.weight.dequantise()
         else:
-            tensor = self._assembled(source)
+            tensor = self._assembled(origin)
             if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
                 return np.ascontiguousarray(tensor.view(torch.int16).numpy()).view(BFLOAT16)
             array = np.ascontiguousarray(tensor.to(torch.float32).numpy(), dtype=np.float32)
         largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
         if dtype != np.float32 and float(np.abs(array).max(initial=0.0)) > largest:
             raise CheckpointError(
-                f"{source.pieces[0].tensor}: weights up to {np.abs(array).max():.3g} do not fit {dtype} "
+                f"{origin.pieces[0].tensor}: weights up to {np.abs(array).max():.3g} do not fit {dtype} "
                 f"(largest {largest:.3g}). Use --precision fp32."
             )
         return array.astype(dtype, copy=False)
@@ -82,15 +82,15 @@ class Weights:
         algorithm = self.quantised.get(parameter)
         if algorithm is None:
             return None
-        tensor = self.sources[parameter].whole
+        tensor = self.origins[parameter].whole
         assert tensor is not None
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
-    def _assembled(self, source: Source) -> torch.Tensor:
+    def _assembled(self, origin: Origin) -> torch.Tensor:
         """A parameter as its pieces make it up, in their type. Raises CheckpointError for values that are no numbers."""
-        pieces = [self._piece(piece) for piece in source.pieces]
-        tensor = torch.stack(pieces) if source.is_stacked else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return tensor.mT if source.transpose else tensor
+        pieces = [self._piece(piece) for piece in origin.pieces]
+        tensor = torch.stack(pieces) if origin.is_stacked else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return tensor.mT if origin.transpose else tensor
 
     def _piece(self, piece: Piece) -> torch.Tensor:
         tensor = self.checkpoint.tensor(piece.tensor)
@@ -108,13 +108,13 @@ class Weights:
         """Every tensor that the denoiser reads, by its released name."""
         expected: dict[str, Expected] = {}
         read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
-        for parameter, source in self.sources.items():
+        for parameter, origin in self.origins.items():
             if parameter in self.quantised:
-                assert source.whole is not None
+                assert origin.whole is not None
                 inputs, outputs = self.shapes[parameter]
-                expected |= prequantised.expected_tensors(source.whole, self.quantised[parameter], inputs, outputs)
+                expected |= prequantised.expected_tensors(origin.whole, self.quantised[parameter], inputs, outputs)
                 continue
-            for piece, shape in zip(source.pieces, source.shapes(self.shapes[parameter]), strict=True):
+            for piece, shape in zip(origin.pieces, origin.shapes(self.shapes[parameter]), strict=True):
                 if piece.rows is not None:
                     read.setdefault(piece.tensor, []).append(piece.rows)
                     shape = (max(last for _, last in read[piece.tensor]), *shape[1:])
@@ -160,7 +160,7 @@ class Weights:
     def _undivided(self) -> list[str]:
         """NVFP4 matrices whose inputs no whole number of groups covers."""
         return [
-            f"{self.sources[parameter].whole} has {self.shapes[parameter][0]} inputs"
+            f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
             for parameter, algorithm in self.quantised.items()
             if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
         ]
@@ -173,7 +173,7 @@ class Weights:
                 f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
                 f"{_some(cache)}"
             )
-        kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.sources.values() if s.transpose and s.whole))
+        kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole))
         if said is not None and kept:
             self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
 
