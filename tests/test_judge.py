@@ -459,15 +459,23 @@ def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
 @pytest.fixture(scope="module")
 def judgement() -> Judgement:
     """Made up: 2% more loss, 95% top-1, 10% more passes, 80% right."""
-    # The relative increase is largest where next to nothing is lost: the worst bucket is the other one.
-    bucket = {"ce_increase": 4.0, "top1": 0.97, "reference_ce": 0.001, "candidate_ce": 0.005}
-    worst = {"ce_increase": 0.09, "top1": 0.9, "reference_ce": 1.0, "candidate_ce": 1.09}
+    # The relative increase is largest where next to nothing is lost, the absolute one where it may be chance: the worst bucket
+    # is the other one.
+    little = {
+        "ce_increase": 4.0,
+        "ce_increase_interval": [2.0, 7.0],
+        "top1": 0.97,
+        "reference_ce": 0.001,
+        "candidate_ce": 0.005,
+    }
+    worst = {"ce_increase": 0.09, "ce_increase_interval": [0.02, 0.2], "top1": 0.9, "reference_ce": 1.0, "candidate_ce": 1.09}
+    chance = {"ce_increase": 0.5, "ce_increase_interval": [-0.1, 1.0], "top1": 0.9, "reference_ce": 1.0, "candidate_ce": 1.5}
     return Judgement(
         reference="fp32",
         candidate="int4",
         data={},
         policy={},
-        buckets=[{"mask_ratio": 0.05} | bucket, {"mask_ratio": 0.15} | worst],
+        buckets=[{"mask_ratio": 0.05} | little, {"mask_ratio": 0.15} | worst, {"mask_ratio": 0.25} | chance],
         overall={"ce_increase": 0.02, "top1": 0.95},
         frontier={},
         free_running={"nfe_ratio": 1.1, "task": {"candidate": 0.8}},
@@ -495,6 +503,11 @@ def test_a_budget_is_kept_up_to_its_limit(judgement: Judgement, kept: Budgets, m
     assert "mask ratio 0.15" in bad.misses[1]
     assert bad.misses[2].index("blocks.4.") < bad.misses[2].index("blocks.3.") < bad.misses[2].index("blocks.2.")
     assert "blocks.1." not in bad.misses[2]
+
+
+def test_a_bucket_whose_loss_may_be_chance_is_not_called_the_worst(judgement: Judgement) -> None:
+    by_chance = replace(judgement, buckets=judgement.buckets[2:]).with_budgets(Budgets(min_top1=0.96))
+    assert not [miss for miss in by_chance.misses if "worst bucket" in miss]
 
 
 def test_no_budget_is_no_miss_and_all_are_measured(judgement: Judgement) -> None:

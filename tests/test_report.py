@@ -26,9 +26,14 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 FIGURES = ("Loss by mask ratio", "Range drift by layer", "Sensitivity by layer", "Passes a prompt", "Quality against passes")
 
 
-def rendered(folder: Path, manifest: dict[str, Any] | None = None, accuracy: dict[str, Any] | None = None) -> str:
+def rendered(
+    folder: Path,
+    manifest: dict[str, Any] | None = None,
+    accuracy: dict[str, Any] | None = None,
+    speed: dict[str, Any] | None = None,
+) -> str:
     path = folder / "report.html"
-    write_report(path, manifest or made_up_manifest(), made_up_accuracy() if accuracy is None else accuracy, FILES)
+    write_report(path, manifest or made_up_manifest(), made_up_accuracy() if accuracy is None else accuracy, FILES, speed)
     return path.read_text(encoding="utf-8")
 
 
@@ -108,6 +113,41 @@ def test_verdict_figures_and_worst_places_are_in_words(page_text: str) -> None:
         f"The other {12 * len(ROLES) - report.FIGURE_LAYERS} layers",
     ):
         assert words in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_bucket_whose_loss_may_be_chance_is_not_called_the_worst(tmp_path: Path) -> None:
+    accuracy = made_up_accuracy()
+    first, *others = accuracy["judgement"]["buckets"]
+    first |= {"positions": 26, "ce_increase": 0.4, "ce_increase_interval": [-0.3, 1.1]}
+    text = Page(rendered(tmp_path, accuracy=accuracy)).text
+    assert "Worst at mask ratio 0.95: masked cross-entropy +1.44%" in text
+    for row in others:
+        row["ce_increase_interval"] = [-0.001, 0.02]
+    text = Page(rendered(tmp_path, accuracy=accuracy)).text
+    assert "At no mask ratio is an increase of the loss told from zero" in text
+    assert "Worst at" not in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_speed_is_what_was_measured_with_the_processors_name(tmp_path: Path) -> None:
+    speed = {"prompts": 32, "passes": 640, "ms_per_pass": 1.25, "ms_per_prompt": 25.0, "engine": "onnxruntime 1.31"}
+    speed |= {"processor": "AMD EPYC 7B13", "cores": 2, "gpu_sm": None}
+    text = Page(rendered(tmp_path, speed=speed)).text
+    assert "Speed while judging 1.25 ms a pass 25.0 ms a prompt" in text
+    assert "640 passes of 32 prompts while this was judged, by onnxruntime 1.31 on AMD EPYC 7B13, 2 cores." in text
+    assert "is a measurement of speed" not in text
+    text = Page(rendered(tmp_path)).text
+    assert "Speed while judging" not in text
+    assert "Nothing on this page is a measurement of speed" in text
+
+
+def test_the_axis_of_passes_begins_at_zero_at_the_earliest() -> None:
+    judgement = made_up_accuracy()["judgement"]
+    judgement["free_running"] |= {"reference_nfe": [3, 3, 3], "candidate_nfe": [3, 3, 3]}
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", str(figures.draw_nfe(judgement).svg))
+    assert {"0", "3"} <= {*labels}
+    assert not [label for label in labels if label.startswith(("-", figures.MINUS))]
 
 
 def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None:
@@ -309,27 +349,45 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_browser_lays_out_every_figure_at_360_pixels(page_text: str, tmp_path: Path, scheme: str) -> None:
+def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "light") -> list[str]:
+    """What ``measure`` says, line by line, of a page in a frame ``width`` pixels wide."""
     assert BROWSER is not None
     # Chromium's windows are at least 500 pixels wide; a frame is as narrow as it is told to be.
-    frame = f'<iframe style="width:360px;height:800px;border:0" srcdoc="{html.escape(page_text)}"></iframe>'
-    wrapper = tmp_path / "wrapper.html"
-    wrapper.write_text(f"<!DOCTYPE html><body>{frame}<script>onload = () => {{{MEASURE}}}</script>", encoding="utf-8")
+    frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(page)}"></iframe>'
+    wrapper = folder / "wrapper.html"
+    wrapper.write_text(f"<!DOCTYPE html><body>{frame}<script>onload = () => {{{measure}}}</script>", encoding="utf-8")
     command = [
         BROWSER,
         "--headless=new",
         "--no-sandbox",
         "--disable-gpu",
         "--hide-scrollbars",
-        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--user-data-dir={folder / 'profile'}",
     ]
     command += [f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}", "--dump-dom", wrapper.as_uri()]
     out = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
-    width, inner, background, ink, *charts = html.unescape(out[out.index("MEASURED\n") : out.index("</body>")]).split("\n")[
-        1:-1
-    ]
+    return html.unescape(out[out.index("MEASURED\n") : out.index("</body>")]).split("\n")[1:-1]
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
+
+
+@needs_browser
+def test_browser_scrolls_no_table_at_1200_pixels(tmp_path: Path) -> None:
+    accuracy = made_up_accuracy()
+    for row in accuracy["judgement"]["buckets"]:
+        row |= {"positions": 123_456, "ce_increase": -0.1234, "ce_increase_interval": [-0.2345, 1.2345]}
+    measure = """
+const boxes = [...frames[0].document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth);
+document.body.textContent = ['MEASURED', ...boxes.map(box => box.getAttribute('aria-label'))].join('\\n') + '\\n';
+"""
+    assert laid_out(rendered(tmp_path, accuracy=accuracy), 1200, measure, tmp_path) == []
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_browser_lays_out_every_figure_at_360_pixels(page_text: str, tmp_path: Path, scheme: str) -> None:
+    width, inner, background, ink, *charts = laid_out(page_text, 360, MEASURE, tmp_path, scheme)
     assert (int(width), int(inner)) == (360, 360)
     assert [chart.split("|") for chart in charts] == [[title, "true", "true", "true", ink] for title in FIGURES]
     assert (luminance(background) < luminance(ink)) == (scheme == "dark")

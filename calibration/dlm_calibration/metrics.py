@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,14 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
         "kl_mean": float(rows.kl.mean()),
         "kl_p95": float(np.percentile(rows.kl, 95)),
     }
+
+
+def is_told_from_zero(row: Mapping[str, Any]) -> bool:
+    """Whether what ``summarise`` found is an increase and no chance: its interval lies above 0, or there is no bound to it."""
+    increase, interval = row["ce_increase"], row["ce_increase_interval"]
+    if increase is None or not np.isfinite(increase):
+        return True
+    return interval is not None and bool(interval[0] > 0)
 
 
 def ratio(above: float, below: float) -> float | None:

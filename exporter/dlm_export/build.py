@@ -175,7 +175,7 @@ def _write_proof(proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed
     (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
     if proof.judgement is not None:
         sizes = {name: entry["bytes"] for name, entry in hashed.items()}
-        write_report(folder / REPORT_FILE, manifest, proof.record, sizes)
+        write_report(folder / REPORT_FILE, manifest, proof.record, sizes, proof.judgement.speed)
 
 
 def _report(

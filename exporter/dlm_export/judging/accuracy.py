@@ -72,7 +72,7 @@ def judge_source(
 
 def _judge(
     reference: Predictor,
-    candidate: Predictor,
+    candidate: BundlePredictor,
     samples: Sequence[Sample],
     network: NetworkSpec,
     policy: Policy,
@@ -81,7 +81,7 @@ def _judge(
     floor: Predictor | None,
     on_done: Callable[[], None],
 ) -> Judgement:
-    return judge(
+    found = judge(
         reference,
         candidate,
         list(samples),
@@ -92,6 +92,7 @@ def _judge(
         noise_floor=floor,
         on_done=on_done,
     )
+    return replace(found, speed=candidate.speed())
 
 
 def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
@@ -187,7 +188,8 @@ def write_files(folder: Path, bundle: Path, judgement: Judgement) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / ACCURACY_FILE, folder / REPORT_FILE]
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
-    write_report(paths[1], manifest, accuracy, {name: entry["bytes"] for name, entry in manifest["files"].items()})
+    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    write_report(paths[1], manifest, accuracy, sizes, judgement.speed)
     return paths
 
 

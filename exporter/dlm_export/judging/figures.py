@@ -286,7 +286,7 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
         axes.hist(theirs, bins=edges.tolist(), histtype="step", color=REFERENCE, linewidth=1.6)
         for values, colour, line in ((theirs, REFERENCE, "--"), (ours, CANDIDATE, "-")):
             axes.axvline(float(values.mean()), color=colour, linestyle=line, linewidth=1.2)
-        axes.set_xlim(min(first - 1, last - 4), max(last + 1, first + 4))
+        axes.set_xlim(max(0 if first else -0.5, min(first - 1, last - 4)), max(last + 1, first + 4))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         axes.set_xlabel("passes (NFE) a prompt")

@@ -162,7 +162,8 @@ class Judgement:
     """What a candidate costs against its reference, in the sections of accuracy.json.
 
     ``layers`` (``{"layer", "format", "kl", "frontier_kl"}`` each) and ``threshold`` (``Refit.as_dict``) come from elsewhere:
-    see ``dataclasses.replace``.
+    see ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) is of one run on one machine, so that it stands in the
+    report and not in accuracy.json.
     """
 
     reference: str
@@ -177,6 +178,7 @@ class Judgement:
     layers: list[dict[str, Any]] = field(default_factory=list)
     threshold: dict[str, Any] | None = None
     budgets: list[dict[str, Any]] = field(default_factory=list)
+    speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:
         """This judgement measured by some limits. Raises JudgeError if the data cannot tell."""
@@ -217,9 +219,10 @@ class Judgement:
             words[row["name"]].format(value=np.inf if row["value"] is None else row["value"], limit=row["limit"])
             for row in missed
         ]
-        if missed:
+        told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
+        if missed and told:
             # In nats: where few positions are masked there is next to no loss, and its relative change is noise.
-            worst = max(self.buckets, key=lambda row: row["candidate_ce"] - row["reference_ce"])
+            worst = max(told, key=lambda row: row["candidate_ce"] - row["reference_ce"])
             rise = worst["candidate_ce"] - worst["reference_ce"]
             found.append(
                 f"worst bucket: mask ratio {worst['mask_ratio']}, cross-entropy {rise:+.4f} nats, top-1 {worst['top1']:.2%}"
@@ -233,7 +236,7 @@ class Judgement:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as accuracy.json and ``--json`` show them."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"} | {
             "passed": self.passed,
             "misses": self.misses,
         }

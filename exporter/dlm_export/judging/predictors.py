@@ -6,7 +6,7 @@ A denoiser sees one canvas a pass here, as on the device: dynamic activation ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ import torch
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.reference import Canvas
-from dlm_runtime import Bundle, Policy
+from dlm_export.targets import this_machine
+from dlm_runtime import Bundle, Generation, Policy
 from dlm_runtime.errors import DlmError
 
 
@@ -82,6 +83,7 @@ class BundlePredictor:
     def __init__(self, bundle: Bundle, name: str) -> None:
         """The bundle must have been opened from a folder: its manifest says how its rows are shifted."""
         self.bundle, self.name = bundle, name
+        self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
         self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
         self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
@@ -93,6 +95,7 @@ class BundlePredictor:
     def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
         """See ``Predictor``."""
         done = self.bundle.generate(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        self._spent.append(done)
         return done.tokens, done.nfe
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
@@ -100,6 +103,16 @@ class BundlePredictor:
         events = self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
         after = [Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events]
         return [loop.start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
+
+    def speed(self) -> dict[str, Any] | None:
+        """What ``generate`` took so far, and on what; None where nothing ran, or where a CPU simulated the formats."""
+        seconds, passes = sum(done.timings["total"] for done in self._spent), sum(done.nfe for done in self._spent)
+        is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.engine.startswith("onnxruntime")
+        if is_simulated or not passes:
+            return None
+        machine = {name: value for name, value in this_machine().items() if name in ("processor", "cores", "gpu_sm")}
+        times = {"ms_per_pass": 1e3 * seconds / passes, "ms_per_prompt": 1e3 * seconds / len(self._spent)}
+        return {"prompts": len(self._spent), "passes": passes, **times, "engine": self.bundle.engine, **machine}
 
 
 def check_comparable(reference: Predictor, candidate: Predictor) -> None:

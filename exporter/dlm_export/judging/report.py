@@ -13,10 +13,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dlm_calibration.metrics import is_told_from_zero
 from dlm_calibration.recipes import HIGH
 from dlm_export.judging import figures
 from dlm_export.judging.figures import as_change, as_number, as_percent, finite, printable
@@ -41,18 +41,24 @@ def require_matplotlib() -> None:
         raise ReportError("report.html needs matplotlib: pip install 'dlm-export[report]', or leave the report out.") from err
 
 
-def write_report(path: Path, manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]) -> None:
+def write_report(
+    path: Path,
+    manifest: Mapping[str, Any],
+    accuracy: Mapping[str, Any],
+    files: Mapping[str, int],
+    speed: Mapping[str, Any] | None = None,
+) -> None:
     """Write the report of one bundle to ``path``, in place of what is there.
 
     ``accuracy`` holds ``judgement``, ``calibration`` and ``parity``, each of them as accuracy.json has it, missing or None;
-    ``files`` maps the bundle's file names to bytes. Raises ReportError without matplotlib, if a section lacks a key, or if
-    the file cannot be written.
+    ``files`` maps the bundle's file names to bytes; ``speed`` is ``Judgement.speed``, None where none was measured. Raises
+    ReportError without matplotlib, if a section lacks a key, or if the file cannot be written.
     """
     from jinja2 import UndefinedError
 
     require_matplotlib()
     try:
-        html = _render(_context(manifest, accuracy, files))
+        html = render(TEMPLATE, _context(manifest, accuracy, files) | {"speed": speed})
     except (KeyError, UndefinedError) as err:
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
@@ -73,6 +79,7 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
     layers = precision.get("layers") or {}
     kept = [layer for layer, name in layers.items() if name == HIGH] + (precision.get("high_precision") or [])
     threshold = (judgement or {}).get("threshold") or precision.get("threshold")
+    told = [row for row in judgement["buckets"] if is_told_from_zero(row)] if judgement else []
     sensitive = sorted((judgement or {}).get("layers") or [], key=figures.sensitivity, reverse=True)
     drifting = sorted((calibration or {}).get("layers") or [], key=lambda row: finite(row["drift"], 0.0), reverse=True)
     return {
@@ -87,9 +94,7 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "recipe": flatten(precision.get("recipe") or {}),
         "layer_map": layer_map({layer: name for layer, name in layers.items() if name != HIGH}),
         "high_precision": grouped(kept),
-        "worst_bucket": max(judgement["buckets"], key=lambda row: finite(row["ce_increase"], math.inf), default=None)
-        if judgement
-        else None,
+        "worst_bucket": max(told, key=lambda row: finite(row["ce_increase"], math.inf), default=None),
         "worst_flip_rate": max(_flip_rates(judgement), default=0.0),
         "sensitive": sensitive,
         "drifting": drifting,
@@ -109,18 +114,25 @@ def _flip_rates(judgement: Mapping[str, Any] | None) -> list[float]:
     return [row["flips"] / row["committed"] for row in rows if row["committed"]]
 
 
-def _render(context: Mapping[str, Any]) -> str:
-    from jinja2 import Environment, StrictUndefined
+def render(template: str, context: Mapping[str, Any]) -> str:
+    """One of this package's pages. Raises UndefinedError for a value that the context lacks."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("dlm_export", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters.update(
         {name.removeprefix("as_"): form for name, form in FORMS.items()},
         interval=as_interval,
         compared=compared,
         clipped=clipped,
     )
-    template = resources.files("dlm_export").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(template).render(context).lstrip()
+    return environment.get_template(template).render(context).lstrip()
 
 
 # --- words and numbers -------------------------------------------------------------------------------------------------
