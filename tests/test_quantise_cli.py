@@ -69,7 +69,10 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
         layer for layer, name in precision["layers"].items() if name != "high"
     }
     assert len(accuracy["judgement"]["buckets"]) == 10
-    assert "<svg" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "<svg" in page
+    assert "Speed while judging" in page
+    assert "speed" not in accuracy["judgement"], "it is of one run on one machine"
     assert "made-up samples (random ids)" in printed["warnings"][0]
     assert printed["parity"]["passed"]
     with dlm_runtime.open(folder, threads=1) as bundle:

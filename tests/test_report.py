@@ -134,7 +134,7 @@ def test_speed_is_what_was_measured_with_the_processors_name(tmp_path: Path) -> 
     speed = {"prompts": 32, "passes": 640, "ms_per_pass": 1.25, "ms_per_prompt": 25.0, "engine": "onnxruntime 1.31"}
     speed |= {"processor": "AMD EPYC 7B13", "cores": 2, "gpu_sm": None}
     text = Page(rendered(tmp_path, speed=speed)).text
-    assert "Speed while judging 1.25 ms a pass 25.0 ms a prompt" in text
+    assert "Speed while judging 1.25 ms a pass; 25.0 ms a prompt" in text
     assert "640 passes of 32 prompts while this was judged, by onnxruntime 1.31 on AMD EPYC 7B13, 2 cores." in text
     assert "is a measurement of speed" not in text
     text = Page(rendered(tmp_path)).text

@@ -17,11 +17,10 @@ from dlm_export.building.writing import Text, write_graph, write_text
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.graph.fuse import Fused
-from dlm_export.judging.accuracy import ACCURACY_FILE, REPORT_FILE
 from dlm_export.judging.auto import CurvePoint
 from dlm_export.judging.judge import Judgement
 from dlm_export.judging.parity import Parity
-from dlm_export.judging.report import write_report
+from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dlm_calibration.recipes import FORMATS, HIGH, NEXT, Recipe, abridged
+from dlm_calibration.recipes import HIGH, NEXT, Recipe, abridged
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands

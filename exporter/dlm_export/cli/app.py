@@ -18,7 +18,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 COMMANDS = (
     inspecting.inspect,
     *(building.build, building.quantize, building.engine),
-    *(judging.verify, judging.compare, capturing.capture),
+    *(judging.verify, judging.compare, judging.report, capturing.capture),
     *(running.run, running.bench),
     *(planning.plan, planning.targets),
 )

@@ -1,4 +1,4 @@
-"""Proving bundles: ``verify``, ``compare``."""
+"""Proving bundles: ``verify``, ``compare``, ``report``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from dlm_export.cli.options import (
     JUDGE_OPTIONS,
     budgets,
     cpu_engine_option,
+    engine_option,
     json_option,
     options,
+    preset_option,
     refuse,
     threads_option,
 )
@@ -167,6 +169,45 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     else:
         print_judgement(judgement)
     accuracy.check_budgets(judgement, str(candidate))
+
+
+@click.command()
+@click.argument("bundles", nargs=-1, required=True, type=CHECKPOINT)
+@click.option("-o", "--output", required=True, type=CHECKPOINT, help="File of the page to write, such as compare.html.")
+@click.option("--force", is_flag=True, help="Replace the page that is there.")
+@click.option("--speed", is_flag=True, help="Time them here as well, taking turns; all are open at once.")
+@click.option("--rounds", type=click.IntRange(3, 1000), help="Generations of each that are timed.  [default: 5]")
+@preset_option
+@engine_option
+@threads_option
+@json_option
+def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any) -> None:
+    """Compare BUNDLES of one checkpoint on one page: size, loss, answers, and time. "int8 or int4?"
+
+    Losses are those that each was judged with when it was built, on the same data.
+
+    Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o build/compare.html
+    """
+    from dlm_export.bundle import OutputError
+    from dlm_export.judging import comparison
+    from dlm_export.judging.report import require_matplotlib
+    from dlm_export.planning import bench
+    from dlm_export.targets import this_machine
+
+    if not speed:
+        refuse(values, ("rounds", "preset"), "is for timing, which --speed asks for")
+    if output.exists() and not force:
+        raise OutputError(f"{output} exists. Pass --force to replace it.")
+    require_matplotlib()
+    entries, speeds, machine = comparison.read_entries(bundles), None, None
+    if speed:
+        options = bench.BenchOptions(**values | {"rounds": values["rounds"] or 5})
+        with Bars() as bars:
+            speeds, machine = bench.side_by_side(bundles, options, bars), this_machine()
+    comparison.write_comparison(output, entries, speeds, machine)
+    if as_json:
+        print_json({"bundles": comparison.rows_of(entries, speeds), "machine": machine})
+    click.echo(f"{output} {format_bytes(output.stat().st_size)}", err=as_json)
 
 
 def print_parity(parity: Parity) -> None:

@@ -20,7 +20,7 @@ from dlm_export import families
 from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
 from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
-from dlm_export.judging.report import write_report
+from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.threshold import Refit, refit_steps, refit_threshold
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
@@ -32,7 +32,6 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
 
-ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 SWEPT_STATES = 16  # of a sensitivity sweep
 FRONTIER = 0.9  # probability from which a masked position counts as about to commit
 

@@ -341,6 +341,42 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
     return _draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)
 
 
+@dataclass(frozen=True)
+class TradePoint:
+    """A bundle on a plot of what its loss buys: ``increase`` as a share, with its interval where one is known."""
+
+    name: str
+    at: float
+    increase: float
+    interval: Sequence[float | None] | None
+    is_reference: bool = False
+
+
+def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figure:
+    """The increase of the loss against ``quantity``, size or time: a point a bundle."""
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        axes.set_title("Increase of the masked cross-entropy, %")
+        axes.axhline(0, color=MUTED, linewidth=0.8)
+        for point in points:
+            colour, fill = (REFERENCE, "none") if point.is_reference else (CANDIDATE, CANDIDATE)
+            low, high = _numbers(point.interval or (None, None))
+            axes.vlines(point.at, 100 * low, 100 * high, color=colour, linewidth=1.4)
+            axes.plot(point.at, 100 * point.increase, "o", color=colour, markerfacecolor=fill, markersize=6)
+            axes.annotate(
+                _label(point.name), (point.at, 100 * point.increase), (6, 4), textcoords="offset points", fontsize=9.5
+            )
+        axes.set_xlim(0, 1.25 * max(point.at for point in points))
+        axes.margins(y=0.15)
+        axes.set_xlabel(quantity)
+
+    reading = "Down and to the left is better; the lines are 95% intervals, and what they share is not told apart."
+    legend = [("candidate", "judged")] + ([("reference hollow", "full precision")] if points[0].is_reference else [])
+    values = ", ".join(f"{point.name}: {as_number(point.at, 3)}, {as_change(point.increase)}" for point in points)
+    return _draw(title, f"{title}, {quantity}: {values}.", 210, paint, reading=reading, legend=legend)
+
+
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
     """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG or SVG of its own.
 

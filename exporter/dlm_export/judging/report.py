@@ -22,6 +22,7 @@ from dlm_export.judging import figures
 from dlm_export.judging.figures import as_change, as_number, as_percent, finite, printable
 from dlm_runtime.errors import DlmError
 
+ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
 FIGURE_LAYERS = 14  # rows of a figure with one row a layer
 TABLE_LAYERS = 400  # rows of a table with one row a layer; a mixture of experts has thousands, and the page has its limit
@@ -54,11 +55,16 @@ def write_report(
     ``files`` maps the bundle's file names to bytes; ``speed`` is ``Judgement.speed``, None where none was measured. Raises
     ReportError without matplotlib, if a section lacks a key, or if the file cannot be written.
     """
+    write_page(path, TEMPLATE, lambda: _context(manifest, accuracy, files) | {"speed": speed})
+
+
+def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
+    """Write one of this package's pages to ``path``, in place of what is there; raises as ``write_report``."""
     from jinja2 import UndefinedError
 
     require_matplotlib()
     try:
-        html = render(TEMPLATE, _context(manifest, accuracy, files) | {"speed": speed})
+        html = _render(template, make_context())
     except (KeyError, UndefinedError) as err:
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
@@ -114,8 +120,7 @@ def _flip_rates(judgement: Mapping[str, Any] | None) -> list[float]:
     return [row["flips"] / row["committed"] for row in rows if row["committed"]]
 
 
-def render(template: str, context: Mapping[str, Any]) -> str:
-    """One of this package's pages. Raises UndefinedError for a value that the context lacks."""
+def _render(template: str, context: Mapping[str, Any]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -7,6 +7,7 @@ machine's own rates (``roofline``), whose arrays the peak must not count. Needs 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import resource
@@ -184,20 +185,55 @@ class _Generation:
 
 
 def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress) -> _Generation:
-    """Rounds of requests with made-up tokens, in which no end token ends anything: all of ``new_tokens`` are computed."""
+    """Rounds of one request."""
+    request = _request(bundle, options, preset, batch)
+    results = []
+    for _ in range(rounds):
+        results.append(bundle.generate_batch(**request)[0])
+        progress.advance()
+    return _median(request, options, preset, results)
+
+
+def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
+    """Made-up tokens of ``batch`` generations, in which no end token ends anything: all of ``max_new_tokens`` are computed."""
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
     new = half if options.new_tokens is None else options.new_tokens
     usual = [token for token in range(bundle.vocab_size) if token not in {bundle.mask_token_id, *bundle.eos_token_ids}]
     rng = random.Random(0)
     prompts = [rng.choices(usual, k=given) for _ in range(batch)]
-    results = []
-    for _ in range(rounds):
-        policy = {**options.policy, "stop": "none"}
-        results += bundle.generate_batch(tokens=prompts, max_new_tokens=new, preset=preset, max_batch=batch, **policy)[:1]
-        progress.advance()
-    results.sort(key=lambda result: result.timings["total"])
-    return _Generation(given, new, preset, options.policy, batch, results[len(results) // 2])
+    return {**options.policy, "tokens": prompts, "max_new_tokens": new, "preset": preset, "stop": "none", "max_batch": batch}
+
+
+def _median(request: Mapping[str, Any], options: BenchOptions, preset: str, results: Sequence[Generation]) -> _Generation:
+    prompts = request["tokens"]
+    median = sorted(results, key=lambda result: result.timings["total"])[len(results) // 2]
+    return _Generation(len(prompts[0]), request["max_new_tokens"], preset, options.policy, len(prompts), median)
+
+
+def side_by_side(paths: Sequence[Path], options: BenchOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """Generations of several bundles of one denoiser, which take turns, so that a busy moment meets all of them.
+
+    Returns for each what ``bench`` says of its generation, with ``ms_per_pass`` and its quartiles. All are open at once. The
+    first bundle's default preset counts for all unless ``options`` name one. Raises what ``bench`` raises.
+    """
+    progress = progress or Silent()
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(dlm_runtime.open(path, engine=options.engine, threads=options.threads)) for path in paths]
+        preset = options.preset or opened[0].manifest["loop"]["default_preset"]
+        requests = [_request(bundle, options, preset, 1) for bundle in opened]
+        results: list[list[Generation]] = [[] for _ in opened]
+        progress.start("generate", (1 + options.rounds) * len(opened))
+        for _ in range(1 + options.rounds):
+            for bundle, request, found in zip(opened, requests, results, strict=True):
+                found.append(bundle.generate_batch(**request)[0])
+                progress.advance()
+        told = []
+        for bundle, request, (_, *found) in zip(opened, requests, results, strict=True):
+            milliseconds = _milliseconds([result.timings["total"] / max(1, result.nfe) for result in found])
+            passes = {"ms_per_pass": milliseconds["ms"], "quartiles_ms_per_pass": milliseconds["quartiles_ms"]}
+            told.append(_median(request, options, preset, found).as_dict() | passes | {"engine": bundle.engine})
+    return told
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""The page that compares bundles of one checkpoint: what may stand side by side, what it says, and how it is measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+
+from made_up_results import made_up_accuracy
+from test_report import Page, laid_out, needs_browser
+
+from dlm_export.bundle import finish
+from dlm_export.cli import main
+from dlm_export.judging.comparison import ComparisonError, read_entries, write_comparison
+from dlm_export.planning.bench import BenchOptions, side_by_side
+from dlm_runtime import Bundle
+
+MACHINE = {"processor": "AMD EPYC 7B13", "cores": 2}
+Judged = Callable[..., Path]
+
+
+@pytest.fixture
+def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
+    """Makes a bundle that says that it is in a precision, with made-up results, of which single ones may be changed."""
+
+    def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:
+        folder = Path(shutil.copytree(llada_bundle, tmp_path / name))
+        judgement = made_up_accuracy()["judgement"]
+        for section, values in changes.items():
+            judgement[section] |= values
+        (folder / "accuracy.json").write_text(content or json.dumps({"judgement": judgement}))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["files"]
+        manifest["precision"] = {"name": name}
+        finish(folder, manifest)
+        return folder
+
+    return make
+
+
+def _speed(ms: float) -> dict[str, Any]:
+    made = {"prompt_tokens": 128, "new_tokens": 128, "preset": "llada", "nfe": 128, "tokens_per_s": 1e3 / ms}
+    return made | {"ms_per_pass": ms, "quartiles_ms_per_pass": [0.9 * ms, 1.1 * ms], "engine": "onnxruntime 1.31"}
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["report", *map(str, arguments)])
+
+
+def test_the_page_has_size_loss_answers_and_time_of_every_bundle(llada_bundle: Path, judged: Judged, tmp_path: Path) -> None:
+    worse = {"ce_increase": 0.05, "ce_increase_interval": [0.03, 0.08]}
+    entries = read_entries([llada_bundle, judged("int8"), judged("int4", overall=worse)])
+    write_comparison(tmp_path / "page.html", entries, [_speed(8.0), _speed(2.0), _speed(7.0)], MACHINE)
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    for words in (
+        "LLaDAModelLM: fp32, int8, int4",
+        "the reference",
+        "+5.00% +3.00% to +8.00%",
+        "1.031 0.990 to 1.070",
+        "2.00 1.80 to 2.20",
+        "AMD EPYC 7B13, 2 cores",
+        "Loss against size",
+        "Loss against time",
+        made_up_accuracy()["judgement"]["data"]["sha256"],
+    ):
+        assert words in page.text
+    green = [attrs for tag, attrs in page.elements if tag == "td" and attrs.get("class") == "good"]
+    assert len(green) == 2, "the smallest and the fastest"
+    assert not {tag for tag, _ in page.elements} & {"script", "img", "link"}
+    write_comparison(tmp_path / "untimed.html", entries)
+    untimed = Page((tmp_path / "untimed.html").read_text()).text
+    assert "ms a pass" not in untimed
+    assert "Loss against time" not in untimed
+
+
+@needs_browser
+def test_browser_scrolls_nothing_of_it_at_1200_pixels(llada_bundle: Path, judged: Judged, tmp_path: Path) -> None:
+    worst = {"ce_increase": -0.1234, "ce_increase_interval": [-0.2345, 1.2345]}
+    entries = read_entries([llada_bundle, judged("int8-static", overall=worst), judged("nvfp4-weight")])
+    write_comparison(tmp_path / "page.html", entries, [_speed(1234.0)] * 3, MACHINE)
+    measure = """
+const page = frames[0].document, box = page.querySelector('.scroll');
+const [left, right] = [...page.querySelectorAll('figure')].map(figure => figure.getBoundingClientRect().top);
+const found = [page.documentElement.scrollWidth, box.scrollWidth <= box.clientWidth, left == right];
+document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
+"""
+    assert laid_out((tmp_path / "page.html").read_text(), 1200, measure, tmp_path) == ["1200", "true", "true"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data": {"sha256": "d4" * 32}}, r"judged otherwise than .*int8 \(data: sha256\)"),
+        ({"data": {"seed": 2}}, r"\(data: seed\)"),
+        ({"policy": {"threshold": 0.5}}, r"\(policy: threshold\)"),
+        (
+            {"overall": {"reference_ce": 9.0}},
+            "judged by another denoiser than .*int8: the reference's cross-entropy is 9 there",
+        ),
+    ],
+)
+def test_bundles_that_were_judged_otherwise_are_refused(judged: Judged, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ComparisonError, match=says):
+        read_entries([judged("int8"), judged("int4", **changes)])
+
+
+def test_bundles_of_two_checkpoints_and_one_alone_are_refused(llada_bundle: Path, dream_bundle: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    refused = _run(llada_bundle, dream_bundle, "-o", page)
+    assert refused.exit_code == 2
+    assert f"{dream_bundle}: built from another checkpoint than {llada_bundle}" in refused.stderr
+    refused = _run(llada_bundle, "-o", page)
+    assert (refused.exit_code, "name two or more" in refused.stderr) == (2, True)
+    refused = _run(llada_bundle, llada_bundle, "--rounds", 3, "-o", page)
+    assert (refused.exit_code, "is for timing, which --speed asks for" in refused.stderr) == (2, True)
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"judgement": 7}',
+        '{"judgement": {}}',
+        *(
+            json.dumps({"judgement": made_up_accuracy()["judgement"] | change})
+            for change in ({"frontier": []}, {"overall": {"ce_increase": "much"}}, {"data": 3}, {"policy": None})
+        ),
+    ],
+)
+def test_results_that_no_build_writes_are_refused_in_one_line(judged: Judged, content: str) -> None:
+    folder = judged("int8", content=content)
+    with pytest.raises(ComparisonError, match=r"accuracy\.json: not what a build writes"):
+        read_entries([folder, folder])
+
+
+def test_the_command_times_bundles_and_replaces_no_page(llada_bundle: Path, judged: Judged, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    options = ("--speed", "--rounds", 3, "--threads", 1, "--preset", "fast-dllm", "-o", page)
+    done = _run(llada_bundle, judged("int8"), *options, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert [row["precision"] for row in told["bundles"]] == ["fp32", "int8"]
+    assert all(row["speed"]["ms_per_pass"] > 0 and row["speed"]["preset"] == "fast-dllm" for row in told["bundles"])
+    assert told["machine"]["processor"] in Page(page.read_text()).text
+    before = page.read_bytes()
+    refused = _run(llada_bundle, llada_bundle, "-o", page)
+    assert "exists. Pass --force to replace it" in refused.stderr
+    assert page.read_bytes() == before
+
+
+def test_bundles_take_turns_and_a_warm_up_does_not_count(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Bundle] = []
+    generate = Bundle.generate_batch
+
+    def counted(self: Bundle, **request: Any) -> Any:
+        asked.append(self)
+        return generate(self, **request)
+
+    monkeypatch.setattr(Bundle, "generate_batch", counted)
+    options = BenchOptions(threads=1, prompt_tokens=4, new_tokens=4, rounds=3)
+    found = side_by_side([llada_bundle, llada_bundle], options)
+    assert len(asked) == 2 * (1 + 3)
+    assert asked == [asked[0], asked[1]] * 4
+    for each in found:
+        low, high = each["quartiles_ms_per_pass"]
+        assert 0 < low <= each["ms_per_pass"] <= high
+        assert (each["nfe"], each["new_tokens"]) == (4, 4)
