@@ -882,6 +882,29 @@ def test_what_is_no_plain_file_is_refused_and_not_read(bundle: Path, name: str, 
     assert f"{name}: not a plain file" in _refusal(bundle, check_hashes=True)
 
 
+@pytest.mark.parametrize("name", ["denoiser.onnx", DATA_FILE, "manifest.json", "deep/inside/file"])
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
+def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(bundle: Path, tmp_path: Path, name: str, at: int) -> None:
+    """Even one to the right bytes, on the name itself or on a folder on its way."""
+    if not (bundle / name).exists():
+        (bundle / name).parent.mkdir(parents=True)
+        (bundle / name).write_bytes(b"inside")
+        _relist(bundle, name)
+    assert _opens(bundle, check_hashes=True)
+    link = bundle / [name.split("/")[0], name][at]
+    link.rename(tmp_path / "outside")
+    link.symlink_to(tmp_path / "outside")
+    message = _refusal(bundle, check_hashes=True)
+    assert f"{link}: not a plain file but a symbolic link, which may lead out of the bundle" in message
+    assert "cp -rL" in message
+    assert f"{link}: not a plain file" in _refusal(bundle, check_hashes=False)
+
+
+def test_a_bundle_may_be_reached_by_a_link(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(bundle)
+    assert _opens(tmp_path / "link", check_hashes=True)
+
+
 # ---- Damage to the files ----
 
 
