@@ -18,8 +18,11 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
 from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.errors import BundleError
+from dlm_runtime.files import read_text
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
 from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     network = network_of(manifest)
     files = text_files(manifest, path)
     text = TokenizerFiles(
-        None if files.tokenizer is None else files.tokenizer.read_text(encoding="utf-8"),
-        None if files.template is None else files.template.read_text(encoding="utf-8"),
+        None if files.tokenizer is None else read_text(files.tokenizer, TOKENIZER_LIMIT_BYTES, BundleError),
+        None if files.template is None else read_text(files.template, TEMPLATE_LIMIT_BYTES, BundleError),
         files.special_tokens,
     )
     parameters = BundleParameters(path, network)

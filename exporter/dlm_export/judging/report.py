@@ -53,7 +53,7 @@ def write_report(path: Path, manifest: Mapping[str, Any], accuracy: Mapping[str,
     require_matplotlib()
     try:
         html = _render(_context(manifest, accuracy, files))
-    except (KeyError, UndefinedError) as err:
+    except (AttributeError, KeyError, TypeError, ValueError, UndefinedError) as err:  # accuracy.json may be from elsewhere
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
