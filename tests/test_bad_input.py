@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -251,6 +252,47 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(checkpoint: Pat
     _retensor(checkpoint, lambda t: t[QUERY].view(-1)[5].fill_(65520.0))
     options = ("--precision", "fp16", "--no-verify")
     _build_fails(checkpoint, out, *options, says=(QUERY, "6.55e+04 do not fit float16", "--precision fp32"))
+
+
+@pytest.mark.parametrize("location", ["../outside.data", "/etc/passwd", "link.data", "denoiser.onnx.data.old"])
+def test_weights_outside_a_bundle_are_not_read(llada_bundle: Path, tmp_path: Path, out: Path, location: str) -> None:
+    """A graph may name any file; a link beside it may lead anywhere."""
+    bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
+    shutil.copy(bundle / graph.DATA_FILE, tmp_path / "outside.data")
+    (bundle / "link.data").symlink_to(tmp_path / "outside.data")
+    model = onnx.load(bundle / graph.GRAPH_FILE, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = location if entry.key == "location" else entry.value
+    data = model.SerializeToString()
+    (bundle / graph.GRAPH_FILE).write_bytes(data)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["files"][graph.GRAPH_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    says = (f"{graph.GRAPH_FILE}: ", f"lies in '{location}', which is no file of the bundle")
+    _fails("quantize", bundle, "-o", out, "--precision", "int8", says=says)
+    assert os.listdir(out.parent) == []
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[link=x]y[/link]", "\x1b[2J\u202e", "x" * 10**5])
+def test_a_name_in_a_bundle_does_not_steer_the_terminal(llada_bundle: Path, tmp_path: Path, name: str) -> None:
+    bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["network"]["architecture"] = manifest["precision"]["name"] = manifest["targets"][0] = name
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    result = CliRunner().invoke(main, ["inspect", str(bundle)])
+    assert (result.exit_code, result.exception) == (0, None)
+    assert all(line.isprintable() for line in result.output.splitlines())
+    assert (name in result.output) == (name.isprintable() and len(name) < 100)
+
+
+def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None:
+    _config(checkpoint, **{"\x1b[2J": 1, "x" * 10**5: 2, **{f"key{i}": i for i in range(10**4)}})
+    result = CliRunner().invoke(main, ["inspect", str(checkpoint)])
+    assert result.exit_code == 0
+    assert all(line.isprintable() for line in result.output.splitlines())
+    assert "nothing reads these keys of config.json" in result.stderr
+    assert len(result.stderr) < 6000
 
 
 # ---- What config.json and the tokenizer say ----

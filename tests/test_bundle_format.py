@@ -32,6 +32,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace
+from dlm_export.tensorrt import bundled
 from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy, RequestError
 from dlm_runtime.manifest import check_manifest, validator
 
@@ -898,6 +899,25 @@ def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(bundle: Path, tmp_p
     assert f"{link}: not a plain file but a symbolic link, which may lead out of the bundle" in message
     assert "cp -rL" in message
     assert f"{link}: not a plain file" in _refusal(bundle, check_hashes=False)
+
+
+def test_writing_into_a_bundle_follows_no_link_out_of_it(bundle: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "letter").write_text("dear")
+    (bundle / "manifest.json.new").symlink_to(outside / "letter")
+    manifest = _read(bundle)
+    files = manifest.pop("files")
+    bundle_files.write_manifest(bundle, manifest, files)
+    assert _opens(bundle)
+    (bundle / "engines").symlink_to(outside)
+    with (
+        pytest.raises(bundle_files.OutputError, match="engines: a symbolic link"),
+        bundled._changing(bundle / "engines/a.engine"),
+    ):
+        pytest.fail("it would be written")
+    assert (outside / "letter").read_text() == "dear"
+    assert os.listdir(outside) == ["letter"]
 
 
 def test_a_bundle_may_be_reached_by_a_link(bundle: Path, tmp_path: Path) -> None:

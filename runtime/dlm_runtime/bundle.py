@@ -6,6 +6,7 @@ A ``Bundle`` may be shared by threads: each running request takes a native sessi
 from __future__ import annotations
 
 import ctypes as C
+import json
 import operator
 import os
 import reprlib
@@ -20,7 +21,6 @@ import numpy as np
 
 from dlm_runtime import _native
 from dlm_runtime.errors import RequestError
-from dlm_runtime.files import parse_json
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
 from dlm_runtime.signals import seen_between_passes
@@ -77,7 +77,7 @@ class Bundle:
         self._tokenizer = tokenizer
         self._folder: Path | None = None  # where files that the manifest names lie
         text = self._library.dlm_bundle_manifest(handle).decode()
-        self.manifest: dict[str, Any] = parse_json(text) if text else {}
+        self.manifest: dict[str, Any] = json.loads(text) if text else {}
         info = _native.Denoiser()
         self._library.dlm_bundle_denoiser_sized(handle, C.byref(info), C.sizeof(info))
         self.vocab_size: int = info.vocab_size
