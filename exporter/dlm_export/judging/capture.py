@@ -190,7 +190,7 @@ def _files_run(folder: Path, module: str) -> tuple[str, ...]:
     for name in names:  # grows
         path = folder / name
         try:
-            tree = ast.parse(read_text(path, CODE_LIMIT_BYTES, CaptureError))
+            tree = ast.parse(read_text(path, CODE_LIMIT_BYTES, CaptureError, " It is named by auto_map or its code."))
         except (ValueError, SyntaxError, RecursionError, MemoryError) as err:
             raise CaptureError(f"{path}: named by auto_map or its code, and not readable as Python ({err})") from err
         for node in ast.walk(tree):
