@@ -29,7 +29,8 @@ from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace, write
-from dlm_export.judging import parity, verify
+from dlm_export.judging import accuracy, parity, verify
+from dlm_runtime.errors import BundleError
 
 Change = Callable[[Path], None]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -293,6 +294,24 @@ def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None
     assert all(line.isprintable() for line in result.output.splitlines())
     assert "nothing reads these keys of config.json" in result.stderr
     assert len(result.stderr) < 6000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "9" * 5000,
+        '{"judgement": {}}',
+        '{"judgement": {"layers": [7]}}',
+        '{"judgement": {"layers": [{"layer": "x", "format": "int8", "kl": 0.1}]}}',
+        '{"judgement": {"layers": [{"layer": "x", "format": 7, "kl": 0.1, "frontier_kl": null}]}}',
+    ],
+)
+def test_a_record_of_accuracy_that_no_build_wrote_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "accuracy.json").write_text(text)
+    with pytest.raises(BundleError, match=r"accuracy\.json: "):
+        accuracy._known_layers(tmp_path)
 
 
 # ---- What config.json and the tokenizer say ----

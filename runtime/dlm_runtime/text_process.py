@@ -54,7 +54,11 @@ class TextProcess:
             if self._process is None:
                 self._process = _start()
                 self._end = weakref.finalize(self, _end, self._process, self._owner)
-                self._exchange(self._process, self._load)
+                try:
+                    self._exchange(self._process, self._load)
+                except Refused:
+                    self._stop()
+                    raise
             return self._exchange(self._process, request)
 
     def close(self) -> None:
@@ -102,7 +106,7 @@ def _start() -> subprocess.Popen[bytes]:
     try:
         # Isolated, without site: it starts sooner, and finds packages where this process finds them.
         return subprocess.Popen(
-            [sys.executable, "-IS", str(_WORKER), limits],
+            [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
