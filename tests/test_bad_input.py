@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -28,7 +29,8 @@ from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace, write
-from dlm_export.judging import parity, verify
+from dlm_export.judging import accuracy, parity, verify
+from dlm_runtime.errors import BundleError
 
 Change = Callable[[Path], None]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -148,11 +150,11 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "config.json is not JSON": (lambda c: c.joinpath("config.json").write_text("{"), ("config.json: not readable as JSON",)),
     "config.json is not UTF-8": (lambda c: c.joinpath("config.json").write_bytes(b'{"\xff": 1}'), ("not readable as JSON",)),
     "config.json is nested": (lambda c: c.joinpath("config.json").write_text("[" * 10**6), ("config.json: not readable",)),
-    "config.json has a long number": (lambda c: c.joinpath("config.json").write_text("9" * 9999), ("config.json: not",)),
+    "config.json has a long number": (lambda c: c.joinpath("config.json").write_text("9" * 9999), ("config.json: expected",)),
     "config.json is a list": (lambda c: c.joinpath("config.json").write_text("[]"), ("expected a JSON object, found list",)),
     "config.json is huge": (
         lambda c: os.truncate(c / "config.json", CONFIG_LIMIT_BYTES + 1),
-        ("config.json: 67108865 bytes is too large",),
+        ("config.json: 12582913 bytes is too large",),
     ),
     "config.json is a pipe": (_pipe, ("config.json: not a plain file",)),
     "no weights": (lambda c: (c / WEIGHTS).unlink(), (f"neither {WEIGHTS} nor {INDEX} is there",)),
@@ -253,6 +255,65 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(checkpoint: Pat
     _build_fails(checkpoint, out, *options, says=(QUERY, "6.55e+04 do not fit float16", "--precision fp32"))
 
 
+@pytest.mark.parametrize("location", ["../outside.data", "/etc/passwd", "link.data", "denoiser.onnx.data.old"])
+def test_weights_outside_a_bundle_are_not_read(llada_bundle: Path, tmp_path: Path, out: Path, location: str) -> None:
+    """A graph may name any file; a link beside it may lead anywhere."""
+    bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
+    shutil.copy(bundle / graph.DATA_FILE, tmp_path / "outside.data")
+    (bundle / "link.data").symlink_to(tmp_path / "outside.data")
+    model = onnx.load(bundle / graph.GRAPH_FILE, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = location if entry.key == "location" else entry.value
+    data = model.SerializeToString()
+    (bundle / graph.GRAPH_FILE).write_bytes(data)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["files"][graph.GRAPH_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    says = (f"{graph.GRAPH_FILE}: ", f"lies in '{location}', which is no file of the bundle")
+    _fails("quantize", bundle, "-o", out, "--precision", "int8", says=says)
+    assert os.listdir(out.parent) == []
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[link=x]y[/link]", "\x1b[2J\u202e", "x" * 10**5])
+def test_a_name_in_a_bundle_does_not_steer_the_terminal(llada_bundle: Path, tmp_path: Path, name: str) -> None:
+    bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["network"]["architecture"] = manifest["precision"]["name"] = manifest["targets"][0] = name
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    result = CliRunner().invoke(main, ["inspect", str(bundle)])
+    assert (result.exit_code, result.exception) == (0, None)
+    assert all(line.isprintable() for line in result.output.splitlines())
+    assert (name in result.output) == (name.isprintable() and len(name) < 100)
+
+
+def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None:
+    _config(checkpoint, **{"\x1b[2J": 1, "x" * 10**5: 2, **{f"key{i}": i for i in range(10**4)}})
+    result = CliRunner().invoke(main, ["inspect", str(checkpoint)])
+    assert result.exit_code == 0
+    assert all(line.isprintable() for line in result.output.splitlines())
+    assert "nothing reads these keys of config.json" in result.stderr
+    assert len(result.stderr) < 6000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "9" * 5000,
+        '{"judgement": {}}',
+        '{"judgement": {"layers": [7]}}',
+        '{"judgement": {"layers": [{"layer": "x", "format": "int8", "kl": 0.1}]}}',
+        '{"judgement": {"layers": [{"layer": "x", "format": 7, "kl": 0.1, "frontier_kl": null}]}}',
+    ],
+)
+def test_a_record_of_accuracy_that_no_build_wrote_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "accuracy.json").write_text(text)
+    with pytest.raises(BundleError, match=r"accuracy\.json: "):
+        accuracy._known_layers(tmp_path)
+
+
 # ---- What config.json and the tokenizer say ----
 
 
@@ -298,14 +359,14 @@ TOKENIZERS: dict[str, tuple[Change, tuple[str, ...]]] = {
     "empty": (lambda c: c.joinpath("tokenizer.json").write_bytes(b""), ("tokenizer.json: not a tokenizer",)),
     "vocab.json is damaged": (
         lambda c: [c.joinpath(name).write_text("[]") for name in ("vocab.json", "merges.txt")],
-        ("vocab.json: not a tokenizer",),
+        ("vocab.json: expected a JSON object, found list",),
     ),
 }
 TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "not UTF-8": (lambda c: c.joinpath("chat_template.jinja").write_bytes(b"\xff"), ("chat_template.jinja: not readable",)),
     "too large": (
         lambda c: c.joinpath("chat_template.jinja").write_text("x" * ((1 << 20) + 1)),
-        ("chat_template has 1048577 bytes",),
+        ("chat_template.jinja: 1048577 bytes is too large",),
     ),
     "a number": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"chat_template": 7}'),
@@ -313,11 +374,11 @@ TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "half a character": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"chat_template": "\\ud800"}'),
-        ("chat_template is no Unicode text",),
+        ("tokenizer_config.json: not readable as JSON (half a character",),
     ),
     "half a character in a special token": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
-        ("bos_token is no Unicode text",),
+        ("tokenizer_config.json: not readable as JSON (half a character",),
     ),
     "tokenizer_config.json is no JSON": (
         lambda c: c.joinpath("tokenizer_config.json").write_text("{"),
@@ -350,7 +411,7 @@ def test_a_chat_template_that_is_no_text_is_refused(checkpoint: Path, out: Path,
         (("--target", "toaster"), ("unknown target 'toaster'", "one of cpu")),
         (("--precision", "int3"), ("target cpu does not run 'int3'", "fp32, fp16, int8")),
         (("--precision", "int8", "--solver", "magic"), ("solver is 'magic'", "nearest, awq, gptq")),
-        (("--precision", "missing.toml"), ("missing.toml: not readable",)),
+        (("--precision", "missing.toml"), ("missing.toml: no such file",)),
         (("--precision", "auto", "--auto-formats", "int9"), ("'int9' is not one that target cpu takes", "int4-g32")),
         (("--max-canvas-length", "0"), ("--max-canvas-length",)),
     ],

@@ -33,6 +33,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace
+from dlm_export.tensorrt import bundled
 from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy, RequestError
 from dlm_runtime.manifest import check_manifest, validator
 
@@ -898,6 +899,48 @@ def test_what_is_no_plain_file_is_refused_and_not_read(bundle: Path, name: str, 
     (bundle / name).unlink()
     make(bundle / name)
     assert f"{name}: not a plain file" in _refusal(bundle, check_hashes=True)
+
+
+@pytest.mark.parametrize("name", ["denoiser.onnx", DATA_FILE, "manifest.json", "deep/inside/file"])
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
+def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(bundle: Path, tmp_path: Path, name: str, at: int) -> None:
+    """Even one to the right bytes, on the name itself or on a folder on its way."""
+    if not (bundle / name).exists():
+        (bundle / name).parent.mkdir(parents=True)
+        (bundle / name).write_bytes(b"inside")
+        _relist(bundle, name)
+    assert _opens(bundle, check_hashes=True)
+    link = bundle / [name.split("/")[0], name][at]
+    link.rename(tmp_path / "outside")
+    link.symlink_to(tmp_path / "outside")
+    message = _refusal(bundle, check_hashes=True)
+    assert f"{link}: not a plain file but a symbolic link, which may lead out of the bundle" in message
+    assert "cp -rL" in message
+    assert f"{link}: not a plain file" in _refusal(bundle, check_hashes=False)
+
+
+def test_writing_into_a_bundle_follows_no_link_out_of_it(bundle: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "letter").write_text("dear")
+    (bundle / "manifest.json.new").symlink_to(outside / "letter")
+    manifest = _read(bundle)
+    files = manifest.pop("files")
+    bundle_files.write_manifest(bundle, manifest, files)
+    assert _opens(bundle)
+    (bundle / "engines").symlink_to(outside)
+    with (
+        pytest.raises(bundle_files.OutputError, match="engines: a symbolic link"),
+        bundled._changing(bundle / "engines/a.engine"),
+    ):
+        pytest.fail("it would be written")
+    assert (outside / "letter").read_text() == "dear"
+    assert os.listdir(outside) == ["letter"]
+
+
+def test_a_bundle_may_be_reached_by_a_link(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(bundle)
+    assert _opens(tmp_path / "link", check_hashes=True)
 
 
 # ---- Damage to the files ----

@@ -40,7 +40,7 @@ METHODS = ("max", "percentile", "mse", "entropy")
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """The demo's: puts user and assistant tokens around a prompt, and has a chat template that does the same."""
-    loaded = tokenizers.Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
+    loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
     return Tokenizer(loaded, config["chat_template"], {"eos_token": config["eos_token"]})
 
@@ -93,7 +93,8 @@ def test_plain_text_keeps_the_token_that_opens_every_text(tmp_path: Path) -> Non
     loaded = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
     loaded.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     loaded.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    (sample,) = read_samples(write(tmp_path / "data.jsonl", {"text": "a b"}), Tokenizer(loaded, None, {}), **LIMITS)
+    ours = Tokenizer(loaded.to_str().encode(), None, {})
+    (sample,) = read_samples(write(tmp_path / "data.jsonl", {"text": "a b"}), ours, **LIMITS)
     assert sample.tokens.tolist() == [0, 1, 2]
 
 
@@ -167,7 +168,7 @@ def test_a_file_that_is_no_data_is_refused(tokenizer: Tokenizer, tmp_path: Path)
 def test_text_without_a_tokenizer_and_messages_without_a_template_are_refused(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "chat.jsonl", {"messages": chat})
-    bare = Tokenizer(tokenizers.Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json")), None, {})
+    bare = Tokenizer((DEMO_CHECKPOINT / "tokenizer.json").read_bytes(), None, {})
     with pytest.raises(CalibrationError, match="line 1: messages need a chat template"):
         read_samples(path, bare, **LIMITS)
     with pytest.raises(CalibrationError, match="text needs a tokenizer"):

@@ -135,8 +135,8 @@ def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released
     checkpoint, file, _ = captured(name)
     real = folder.read_json
 
-    def misread(path: Path) -> dict[str, Any]:
-        return real(path) | ({"rope_theta": 10000.0} if path.name == "config.json" else {})
+    def misread(path: Path, *hint: str) -> dict[str, Any]:
+        return real(path, *hint) | ({"rope_theta": 10000.0} if path.name == "config.json" else {})
 
     monkeypatch.setattr(folder, "read_json", misread)
     bundle = build(checkpoint, tmp_path / "bundle")

@@ -377,7 +377,7 @@ AUTO_MAPS: dict[str, tuple[Any, str]] = {
     "code in another repository": ("someone/code--modeling.Model", "'someone/code--modeling.Model'; only a class of a file in"),
     "a path": ("../outside.Model", "only a class of a file in the checkpoint's folder"),
     "a list": (["modeling.Model", None], "only a class of a file in the checkpoint's folder"),
-    "a file that is not there": ("modeling_llada.LLaDAModelLM", "modeling_llada.py: named by auto_map or its code, and not"),
+    "a file that is not there": ("modeling_llada.LLaDAModelLM", "no such file. It is named by auto_map or its code"),
 }
 
 

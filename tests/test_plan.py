@@ -577,7 +577,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B", "--targets", "gb10", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
         (("--sizes", "8B", "--targets", "h100", "--plot", "growth.gif"), ".png or .svg"),
         (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
-        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "not readable as JSON"),
+        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "nowhere.json: no such file. Write it with"),
         (("--sizes", "8B", "--targets", "h100", "--batch", "0"), "--batch"),
     ],
 )

@@ -107,6 +107,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]
     text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     new = folder / f"{MANIFEST_FILE}.new"
     try:
+        new.unlink(missing_ok=True)  # a link there would be followed
         new.write_text(text, encoding="utf-8")
         os.replace(new, folder / MANIFEST_FILE)
     finally:

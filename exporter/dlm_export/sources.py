@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
 from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.errors import BundleError
+from dlm_runtime.files import read_text
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
 from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,20 @@ def _stored_precision(checkpoint: Checkpoint) -> str:
 class BundleParameters:
     """The initialisers of a full-precision bundle's graph under the denoiser's parameter names."""
 
-    def __init__(self, folder: Path, network: NetworkSpec) -> None:
-        """Raises CheckpointError if the graph lacks a parameter or has it in another shape."""
+    def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
+        """``files`` are those that the bundle lists. Raises CheckpointError if the graph lacks a parameter, has it in another
+        shape, or takes it from elsewhere."""
         self.path = folder / graph.GRAPH_FILE
-        self._tensors = {
-            name: value.const_value
-            for name, value in ir.load(self.path).graph.initializers.items()
-            if value.const_value is not None
-        }
+        try:
+            initializers = ir.load(self.path).graph.initializers
+        except Exception as err:  # protobuf's, and ValueError
+            raise CheckpointError(f"{self.path}: not a graph that onnx_ir reads ({err})") from err
+        self._tensors = {name: value.const_value for name, value in initializers.items() if value.const_value is not None}
+        for name, tensor in self._tensors.items():
+            if isinstance(tensor, ir.ExternalTensor) and str(tensor.location) not in files:
+                raise CheckpointError(
+                    f"{self.path}: {name} lies in {str(tensor.location)!r}, which is no file of the bundle: build it again"
+                )
         for name, shape in network.parameters().items():
             found = tuple(self._tensors[name].shape) if name in self._tensors else None
             if found != shape:
@@ -87,7 +97,10 @@ class BundleParameters:
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
         tensor = self._tensors[parameter]
-        array = np.array(tensor.numpy(), dtype=dtype)
+        try:
+            array = np.array(tensor.numpy(), dtype=dtype)
+        except (OSError, ValueError) as err:
+            raise CheckpointError(f"{self.path}: cannot read {parameter} ({err})") from err
         if isinstance(tensor, ir.ExternalTensor):
             tensor.release()  # unmaps the file
         if not np.isfinite(array).all():
@@ -112,11 +125,11 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     network = network_of(manifest)
     files = text_files(manifest, path)
     text = TokenizerFiles(
-        None if files.tokenizer is None else files.tokenizer.read_text(encoding="utf-8"),
-        None if files.template is None else files.template.read_text(encoding="utf-8"),
+        None if files.tokenizer is None else read_text(files.tokenizer, TOKENIZER_LIMIT_BYTES, BundleError),
+        None if files.template is None else read_text(files.template, TEMPLATE_LIMIT_BYTES, BundleError),
         files.special_tokens,
     )
-    parameters = BundleParameters(path, network)
+    parameters = BundleParameters(path, network, manifest["files"])
     config_sha256 = manifest.get("source", {}).get("config_sha256")
     default = manifest["loop"]["default_preset"]
     return Source(path, network, parameters, text, presets, default, precision, config_sha256=config_sha256)

@@ -106,6 +106,8 @@ class Bundle:
         if self._handle:
             self._library.dlm_bundle_destroy(self._handle)
             self._handle = C.c_void_p()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import os
 import reprlib
-import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,34 +23,25 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_calibration.recipes import FORMATS
 from dlm_runtime.errors import DlmError
+from dlm_runtime.files import read_object
 
-CONFIG_LIMIT_BYTES = 64 << 20  # tokenizer_config.json with a large added vocabulary stays under 2 MiB
+# tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids under 8; JSON of empty lists
+# and objects takes Python 30 times as much memory.
+CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names -> bytes
 QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # read only where the checkpoint says what they mean
 QUANTISATION_FILE = "hf_quant_config.json"
+NAME_LIMIT_BYTES = 255  # of one file's, on every file system of Linux
 
 
 class CheckpointError(DlmError):
     """A checkpoint is missing something, damaged, or not of a kind that dlm-export reads."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of bounded size. Raises CheckpointError."""
-    try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):  # a pipe would be waited for
-            raise CheckpointError(f"{path}: not a plain file")
-        if info.st_size > CONFIG_LIMIT_BYTES:
-            raise CheckpointError(f"{path}: {info.st_size} bytes is too large for a configuration file")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as err:
-        raise CheckpointError(f"{path}: no such file. A checkpoint folder holds config.json and *.safetensors.") from err
-    except (OSError, ValueError, RecursionError) as err:
-        raise CheckpointError(f"{path}: not readable as JSON ({err})") from err
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """The JSON object in a file of bounded size. Raises CheckpointError, with ``hint`` behind its sentence."""
+    return read_object(path, CONFIG_LIMIT_BYTES, CheckpointError, hint)
 
 
 HARMLESS_KEYS = (
@@ -199,7 +190,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
             f"{', '.join(ALGORITHMS)} are. Use the checkpoint that is not quantised."
         )
     path = folder / QUANTISATION_FILE
-    if path.is_file():
+    if path.exists():
         found = read_json(path)
         values = found.get("quantization")
         if not isinstance(values, dict):
@@ -269,7 +260,8 @@ class Checkpoint:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: not a folder. Give the folder that holds config.json and *.safetensors.")
-        self.config = Config(self.path / "config.json", read_json(self.path / "config.json"))
+        config = self.path / "config.json"
+        self.config = Config(config, read_json(config, " A checkpoint folder holds config.json and *.safetensors."))
         self.quantisation = read_quantisation(self.path, self.config)
         self.dtypes = WEIGHT_DTYPES if self.quantisation is None else WEIGHT_DTYPES | QUANTISED_DTYPES
         self.tensors: dict[str, TensorInfo] = {}
@@ -287,7 +279,7 @@ class Checkpoint:
     def optional_json(self, name: str) -> dict[str, Any]:
         """A JSON file beside config.json, or an empty object where there is none."""
         path = self.path / name
-        return read_json(path) if path.is_file() else {}
+        return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor as stored, memory-mapped. The mapping goes when the tensor goes."""
@@ -301,7 +293,7 @@ class Checkpoint:
 
     def _index(self) -> dict[str, str] | None:
         path = self.path / INDEX_FILE
-        if not path.is_file():
+        if not path.exists():
             return None
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -318,8 +310,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there.{hint}")
         names = sorted(set(index.values()))
         for name in names:
-            if Path(name).name != name:
-                raise CheckpointError(f"{self.path / INDEX_FILE}: shard name {name!r} leaves the checkpoint's folder")
+            if Path(name).name != name or len(os.fsencode(name)) > NAME_LIMIT_BYTES or "\0" in name:
+                raise CheckpointError(
+                    f"{self.path / INDEX_FILE}: shard name {reprlib.repr(name)} leaves the checkpoint's folder, or is no file's"
+                )
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{self.path / name}: shard is missing ({len(names)} are listed in {INDEX_FILE})")
         return [self.path / name for name in names]

@@ -6,17 +6,17 @@ run; the same tokenizer is put together from its data, as Qwen2's byte-level BPE
 
 from __future__ import annotations
 
+import contextlib
 import json
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
-
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, read_json
 from dlm_export.network.spec import NetworkSpec
-from dlm_runtime.errors import DlmError
-from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES
+from dlm_runtime.errors import BundleError, RequestError
+from dlm_runtime.files import read_bytes, read_text
+from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
 
 # How Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0): contractions, words, single digits,
 # punctuation, line breaks, spaces.
@@ -36,68 +36,82 @@ class TokenizerFiles:
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     """The checkpoint's tokenizer, checked against the vocabulary; all empty where it has none. Raises CheckpointError."""
-    tokenizer = _load(checkpoint)
-    if tokenizer is None:
-        return TokenizerFiles(None, None, {})
-    _check_size(checkpoint, tokenizer, network)
-    # Saved by a training script, these would cut prompts, or fill them up, in silence.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config = checkpoint.optional_json("tokenizer_config.json")
-    special = {name: text for name in ("bos_token", "eos_token", "pad_token") if (text := _text(config.get(name)))}
-    template = _chat_template(checkpoint, config)
-    for name, text in {"chat_template": template or "", **special}.items():
-        _check_text(checkpoint, name, text)
-    return TokenizerFiles(tokenizer.to_str(), template, special)
-
-
-def _load(checkpoint: Checkpoint) -> tokenizers.Tokenizer | None:
     path = checkpoint.path / "tokenizer.json"
+    added: dict[int, str] = {}
+    if path.exists():
+        data = read_bytes(path, TOKENIZER_LIMIT_BYTES, CheckpointError)
+    elif (checkpoint.path / "vocab.json").exists() and (checkpoint.path / "merges.txt").exists():
+        path = checkpoint.path / "vocab.json"
+        data, added = _byte_level_bpe(checkpoint)
+    else:
+        return TokenizerFiles(None, None, {})
     try:
-        if path.is_file():
-            return tokenizers.Tokenizer.from_file(str(path))
-        if (checkpoint.path / "vocab.json").is_file() and (checkpoint.path / "merges.txt").is_file():
-            path = checkpoint.path / "vocab.json"
-            return _byte_level_bpe(checkpoint)
-    except DlmError:
-        raise
-    except Exception as err:  # the library raises plain Exception
-        raise CheckpointError(f"{path}: not a tokenizer that the tokenizers library reads ({err})") from err
-    return None
+        with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
+            _check_added(checkpoint, tokenizer, added)
+            _check_size(checkpoint, tokenizer, network)
+            # Written again without what a training script may have left: it would cut prompts, or fill them up, in silence.
+            text = tokenizer.as_json()
+    except BundleError as err:
+        raise CheckpointError(str(err)) from err
+    except RequestError as err:
+        raise CheckpointError(f"{path}: {err}") from err
+    config = checkpoint.optional_json("tokenizer_config.json")
+    special = {name: said for name in ("bos_token", "eos_token", "pad_token") if (said := _text(config.get(name)))}
+    template = _chat_template(checkpoint, config)
+    for name, each in {"chat_template": template or "", **special}.items():
+        _check_text(checkpoint, name, each)
+    return TokenizerFiles(text, template, special)
 
 
-def _byte_level_bpe(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
-    model = models.BPE.from_file(str(checkpoint.path / "vocab.json"), str(checkpoint.path / "merges.txt"))
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
-    entries = sorted(added.items(), key=lambda item: int(item[0])) if isinstance(added, dict) else []
-    for number, entry in entries:
-        tokenizer.add_tokens([AddedToken(entry["content"], special=bool(entry.get("special")), normalized=False)])
-        if tokenizer.token_to_id(entry["content"]) != int(number):
+def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
+    """tokenizer.json of vocab.json and merges.txt, and the added tokens that it should have, by id."""
+    merges = read_text(checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError).split("\n")
+    decoder = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
+    added: list[dict[str, Any]] = []
+    for number, entry in decoder.items() if isinstance(decoder, dict) else []:
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not number.isdecimal() or len(number) > 9 or not isinstance(content, str):
             raise CheckpointError(
-                f"{checkpoint.path / 'tokenizer_config.json'}: added token {entry['content']!r} should have id {number}, "
-                f"but follows the vocabulary at {tokenizer.token_to_id(entry['content'])}"
+                f"{checkpoint.path / 'tokenizer_config.json'}: added_tokens_decoder: {reprlib.repr(number)} should be an id, "
+                "with an object that holds content"
             )
-    return tokenizer
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        added.append({"id": int(number), "content": content, **flags, "special": bool(entry.get("special"))})
+    added.sort(key=lambda token: token["id"])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated", "invert": False}
+    made = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": read_json(checkpoint.path / "vocab.json"),
+            "merges": [line for line in merges if line and not line.startswith("#version")],
+        },
+    }
+    return json.dumps(made, ensure_ascii=False).encode("utf-8"), {token["id"]: token["content"] for token in added}
 
 
-def _check_size(checkpoint: Checkpoint, tokenizer: tokenizers.Tokenizer, network: NetworkSpec) -> None:
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    vocab_size = network.vocab_size
+def _check_added(checkpoint: Checkpoint, tokenizer: Tokenizer, added: dict[int, str]) -> None:
+    for (number, content), name in zip(added.items(), tokenizer.names(list(added)), strict=True):
+        if name != content:
+            raise CheckpointError(
+                f"{checkpoint.path / 'tokenizer_config.json'}: added token {content!r} should have id {number}, but the "
+                f"vocabulary has {name!r} there"
+            )
+
+
+def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSpec) -> None:
+    size, vocab_size = tokenizer.size, network.vocab_size
     if size > vocab_size:
         raise CheckpointError(f"{checkpoint.path}: the tokenizer has {size} ids, the denoiser's vocabulary only {vocab_size}")
-    specials = [("mask_token_id", network.mask_token_id)]
-    specials += [("eos_token_id", token) for token in network.eos_token_ids]
-    for name, token in specials:
-        if tokenizer.id_to_token(token) is None:
+    specials = [("mask_token_id", network.mask_token_id), *(("eos_token_id", token) for token in network.eos_token_ids)]
+    names = tokenizer.names([token for _, token in specials])
+    for (name, token), text in zip(specials, names, strict=True):
+        if text is None:
             raise CheckpointError(f"{checkpoint.path}: the tokenizer has {size} ids and none for {name} {token}")
     if vocab_size - size > PADDING_SHARE * vocab_size:
         raise CheckpointError(
@@ -112,11 +126,8 @@ def _text(token: Any) -> str | None:
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
-    """Refuse what the bundle's files, and its reader, cannot hold: JSON may escape more than UTF-8 can write."""
-    try:
-        size = len(text.encode("utf-8"))
-    except UnicodeEncodeError as err:
-        raise CheckpointError(f"{checkpoint.path}: {name} is no Unicode text ({err.reason})") from err
+    """Refuse what the bundle's files, and its reader, cannot hold."""
+    size = len(text.encode("utf-8"))
     if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
         raise CheckpointError(
             f"{checkpoint.path}: {name} has {size} bytes; a bundle takes {TEMPLATE_LIMIT_BYTES}, none of them NUL"
@@ -125,17 +136,14 @@ def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
 
 def _chat_template(checkpoint: Checkpoint, config: dict[str, Any]) -> str | None:
     path = checkpoint.path / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as err:
-            raise CheckpointError(f"{path}: not readable as UTF-8 text ({err})") from err
+    if path.exists():
+        return read_text(path, TEMPLATE_LIMIT_BYTES, CheckpointError)
     template: Any = config.get("chat_template")
-    if template is None and (checkpoint.path / "chat_template.json").is_file():
+    if template is None and (checkpoint.path / "chat_template.json").exists():
         template = read_json(checkpoint.path / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{checkpoint.path}: chat_template is not text ({json.dumps(template)[:60]})")
+        raise CheckpointError(f"{checkpoint.path}: chat_template is not text ({reprlib.repr(template)})")
     return template

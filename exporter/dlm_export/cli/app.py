@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from dlm_export.cli import building, capturing, inspecting, judging, planning, running
+from dlm_export.cli.printing import one_line
 from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError
 
@@ -25,7 +26,7 @@ COMMANDS = (
 
 
 def _failure(error: DlmError) -> click.ClickException:
-    failure = click.ClickException(" ".join(str(error).split()))
+    failure = click.ClickException(one_line(error))
     failure.exit_code = error.exit_code  # type: ignore[misc]
     return failure
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
-from dlm_export.cli.printing import format_bytes, print_json, print_kernels, print_table
+from dlm_export.cli.printing import format_bytes, one_line, print_json, print_kernels, print_table
 
 if TYPE_CHECKING:
     from dlm_export.families.base import Overrides
@@ -76,10 +76,10 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     if opened.quantisation is not None:
         click.echo(f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales")
     for note in weights.notes:
-        click.echo(f"Note: {note}", err=True)
+        click.echo(f"Note: {one_line(note)}", err=True)
     if unread:
-        names = ", ".join(unread)
-        click.echo(f"Note: nothing reads these keys of config.json; make sure that none changes the network: {names}", err=True)
+        told = f"nothing reads these keys of config.json; make sure that none changes the network: {', '.join(unread)}"
+        click.echo(f"Note: {one_line(told)}", err=True)
     click.echo(", ".join(f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in kinds.items()))
     print_network(network)
     rows = [
@@ -140,10 +140,13 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     from dlm_export.targets import sm_text
 
     loop, audits = manifest["loop"], manifest.get("audits", {})
-    click.echo(f"{folder}: a bundle of {manifest['network']['architecture']}, {manifest['network']['parameters']:,} parameters")
-    cache = loop["graph"]["cache_dtype"]
-    click.echo(f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache")
-    click.echo(f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}")
+    network, cache = manifest["network"], loop["graph"]["cache_dtype"]
+    for line in (
+        f"{folder}: a bundle of {network['architecture']}, {network['parameters']:,} parameters",
+        f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache",
+        f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}",
+    ):
+        click.echo(one_line(line))
     print_network(network_of(manifest))
     print_table("Files", ["", "size"], [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()])
     if "kernels" in manifest:

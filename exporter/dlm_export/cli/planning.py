@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides, refuse, split
-from dlm_export.cli.printing import format_bytes, print_json, print_table
+from dlm_export.cli.printing import format_bytes, one_line, print_json, print_table
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
@@ -265,7 +265,7 @@ def _print_calibration(calibration: Mapping[str, Any]) -> None:
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
     if not calibration["is_used"]:
-        click.echo(f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere")
+        click.echo(one_line(f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere"))
     errors = [abs(error) for error in calibration["leave_one_out_errors"]]
     if errors:
         click.echo(

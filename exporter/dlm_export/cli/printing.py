@@ -11,6 +11,18 @@ from typing import Any
 
 import click
 
+WORD_LIMIT, LINE_LIMIT = 400, 5000  # characters: of a path or a name, and of an error with TensorRT's reasons
+
+
+def one_line(text: object) -> str:
+    """Text as one line that a terminal can show: names and values in it may come from a hostile file."""
+    words = " ".join(_cut(word, WORD_LIMIT) for word in str(text).split())
+    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words), LINE_LIMIT)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
+
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
@@ -27,13 +39,14 @@ def format_bytes(count: float) -> str:
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(one_line(cell)) for cell in row))  # no markup
     # Piped output keeps whole lines: a log is wider than a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
@@ -58,7 +71,7 @@ def print_kernels(kernels: Mapping[str, Any]) -> None:
 
 
 def warn(text: str) -> None:
-    click.echo(f"Warning: {text}", err=True)
+    click.echo(f"Warning: {one_line(text)}", err=True)
 
 
 class Bars:

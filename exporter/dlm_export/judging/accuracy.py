@@ -18,6 +18,7 @@ from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.bundle import network_of, read_manifest
+from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
 from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
@@ -28,7 +29,8 @@ from dlm_export.progress import Progress
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
 from dlm_export.sources import Source
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import BundleError, DlmError
+from dlm_runtime.files import read_object
 from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
 
@@ -171,19 +173,28 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 def _known_layers(folder: Path) -> list[dict[str, Any]]:
     """The sensitivity sweep that the bundle's build recorded, if it did."""
-    path = folder / ACCURACY_FILE
-    if not path.is_file():
-        return []
-    judgement = json.loads(path.read_text(encoding="utf-8")).get("judgement")
-    return list(judgement["layers"]) if judgement else []
+    judgement = _recorded(folder).get("judgement")
+    layers = judgement.get("layers") if isinstance(judgement, dict) else []
+    kinds = {"layer": (str,), "format": (str,), "kl": (float, type(None)), "frontier_kl": (float, type(None))}
+
+    def is_loss(row: Any) -> bool:
+        return isinstance(row, dict) and all(type(row.get(key, row)) in kind for key, kind in kinds.items())
+
+    if not isinstance(layers, list) or not all(map(is_loss, layers)):
+        raise BundleError(f"{folder / ACCURACY_FILE}: judgement.layers is not what a build writes. Build the bundle again.")
+    return layers
+
+
+def _recorded(bundle: Path) -> dict[str, Any]:
+    """accuracy.json of a bundle, empty where it has none. Raises BundleError."""
+    path = bundle / ACCURACY_FILE
+    return read_object(path, CONFIG_LIMIT_BYTES, BundleError) if path.exists() else {}
 
 
 def write_files(folder: Path, bundle: Path, judgement: Judgement) -> list[Path]:
     """accuracy.json and report.html of a judgement into ``folder``; what its build recorded beside goes along."""
     manifest = read_manifest(bundle, check_hashes=False)
-    accuracy: dict[str, Any] = {"judgement": judgement.as_dict()}
-    if (bundle / ACCURACY_FILE).is_file():
-        accuracy = json.loads((bundle / ACCURACY_FILE).read_text(encoding="utf-8")) | accuracy
+    accuracy = _recorded(bundle) | {"judgement": judgement.as_dict()}
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / ACCURACY_FILE, folder / REPORT_FILE]
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 
 from dlm_export import families
@@ -34,6 +33,7 @@ from dlm_export.judging.parity import check_host_memory, make_canvases, random_p
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Silent
 from dlm_runtime.errors import DlmError
+from dlm_runtime.files import read_text
 from dlm_runtime.tokenizer import Tokenizer
 
 PACKAGE, OLDEST = "transformers", (4, 46)  # Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one
@@ -43,6 +43,7 @@ AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 # Of config.json, what names another class than the trunk's or says how weights are stored.
 _NOT_THE_TRUNKS = ("architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype")
 _LISTED = 4  # tensor names shown
+CODE_LIMIT_BYTES = 4 << 20  # of one file of Python
 
 
 class CaptureError(DlmError):
@@ -125,7 +126,7 @@ def _prompts(checkpoint: Checkpoint, network: NetworkSpec, options: CaptureOptio
     if options.prompts is None:
         return random_prompts(network, options.count, options.seed)
     text = released_tokenizer.read(checkpoint, network).tokenizer
-    found = None if text is None else Tokenizer(tokenizers.Tokenizer.from_str(text), None, {})
+    found = None if text is None else Tokenizer(text.encode(), None, {}, checkpoint.path)
     return read_prompts(options.prompts, found, options.count)
 
 
@@ -189,8 +190,8 @@ def _files_run(folder: Path, module: str) -> tuple[str, ...]:
     for name in names:  # grows
         path = folder / name
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as err:
+            tree = ast.parse(read_text(path, CODE_LIMIT_BYTES, CaptureError, " It is named by auto_map or its code."))
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as err:
             raise CaptureError(f"{path}: named by auto_map or its code, and not readable as Python ({err})") from err
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:

@@ -205,7 +205,7 @@ def load(path: Path) -> Golden:
         if path.stat().st_size > LIMIT_BYTES:
             raise GoldenError(f"{path}: {path.stat().st_size} bytes is too large for a golden file")
         with zipfile.ZipFile(path) as archive:
-            arrays = {name: _read_array(archive, name) for name in _ARRAYS}
+            arrays = {name: _read_array(archive, name, path.stat().st_size) for name in _ARRAYS}
         provenance = _provenance(arrays["provenance"].tobytes())
         canvases, logits = _canvases(arrays)
     except GoldenError:
@@ -216,12 +216,14 @@ def load(path: Path) -> Golden:
     return Golden(provenance, canvases, logits)
 
 
-def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
     """One array, its header checked against the entry's size before anything is allocated. Raises ValueError, KeyError."""
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
+    if info.file_size > archive_bytes:
+        raise ValueError(f"{name} says that it is larger than the file")
     with archive.open(info) as file:
         shape, is_fortran, dtype = _read_header(file)
         wanted = math.prod(shape) * np.dtype(kind).itemsize

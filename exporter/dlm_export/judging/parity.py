@@ -18,6 +18,7 @@ from dlm_calibration.states import MASK_RATIOS, mask_independently, random_token
 from dlm_export import targets
 from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, RequestError
+from dlm_runtime.files import read_text
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 PROMPT_LENGTH = 12  # tokens of a random prompt
 TAIL_LENGTH = 48  # random tokens behind a prompt
+PROMPTS_LIMIT_BYTES = 16 << 20
 ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
 OUR_DENOISER = "our torch denoiser"
 LOGITS = "logits"  # what a row of parts calls the network's end
@@ -180,10 +182,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[li
     """The first ``count`` lines of a text file as ids, empty lines left out. Raises RequestError."""
     if tokenizer is None:
         raise RequestError(f"{path}: there is no tokenizer for text; leave --prompts out")
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as err:
-        raise RequestError(f"{path}: not readable as UTF-8 text ({err})") from err
+    lines = [line for line in read_text(path, PROMPTS_LIMIT_BYTES, RequestError).splitlines() if line.strip()]
     if not lines:
         raise RequestError(f"{path}: holds no prompt")
     return [tokenizer.encode(line) for line in lines[:count]]

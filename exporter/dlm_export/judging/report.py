@@ -65,7 +65,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
     require_matplotlib()
     try:
         html = _render(template, make_context())
-    except (KeyError, UndefinedError) as err:
+    except (AttributeError, KeyError, TypeError, ValueError, UndefinedError) as err:  # accuracy.json may be from elsewhere
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -13,8 +12,9 @@ from typing import Any, TypeVar
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.roofline import Machine, Rates
 from dlm_runtime.errors import DlmError
+from dlm_runtime.files import read_object
 
-_MOST_BYTES = 1 << 24
+_MOST_BYTES = 1 << 20
 _Kind = TypeVar("_Kind", int, float, str, "list[Any]", "dict[str, Any]")
 
 
@@ -92,14 +92,10 @@ class Measured:
 
 def read_measured(path: Path) -> Measured:
     """What ``dlm-export bench --json`` printed into a file. Raises MeasuredError that names what is missing."""
-    try:
-        with path.open("rb") as file:
-            value = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as err:
-        raise MeasuredError(f"{path}: not readable as JSON ({err}). Write it with `dlm-export bench BUNDLE --json`.") from err
+    value = read_object(path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`.")
 
     def get(kind: type[_Kind], *keys: str | int) -> _Kind:
-        found = value
+        found: Any = value
         for key in keys:
             try:
                 found = found[key]

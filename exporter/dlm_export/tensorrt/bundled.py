@@ -52,6 +52,7 @@ def add_engine(
     name = engine_file(target)
     staged = folder / f"{name}.new"
     with _changing(folder / name):
+        staged.unlink(missing_ok=True)  # a link there would be followed
         try:
             built = build_engine(folder, manifest, manifest["files"], target, builder, options, staged, progress)
             made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
@@ -85,6 +86,8 @@ def _changing(path: Path) -> Iterator[None]:
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.parent.is_symlink():
+            raise OutputError(f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there")
         path.parent.mkdir(exist_ok=True)
         try:
             yield

@@ -25,8 +25,10 @@ from dlm_export.targets import Target
 from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.builders import RTX, TENSORRT, Builder
 from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions, Limits, check_memory, limits_of
+from dlm_runtime.files import read_bytes
 
 # Warnings that mean the engine would not compute the graph; all others are shown.
+TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is ignored", "not supported")
 
 
@@ -246,7 +248,8 @@ def _make_config(
     else:
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the inspector tells types only then
     if options.timing_cache is not None:
-        known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
+        path = options.timing_cache
+        known = read_bytes(path, TIMINGS_LIMIT_BYTES, BuilderError) if path.exists() else b""
         config.set_timing_cache(config.create_timing_cache(known), False)
     for ranges in limits.profiles().values():
         profile = trt_builder.create_optimization_profile()

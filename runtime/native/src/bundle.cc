@@ -30,10 +30,26 @@ int64_t file_bytes(const std::string& path) {
   return info.st_size;
 }
 
+// A link may lead out of the bundle's folder, wherever its name lies. The folder itself may be reached by one: the caller gave
+// that path.
+void refuse_links(const std::string& folder, const std::string& name) {
+  for (size_t end = name.find('/'); ; end = name.find('/', end + 1)) {
+    const std::string path = folder + "/" + name.substr(0, end);
+    struct stat info {};
+    if (lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode))
+      fail(DLM_BAD_BUNDLE,
+           "%s: not a plain file but a symbolic link, which may lead out of the bundle. Copy the bundle with what its links "
+           "point to: cp -rL.",
+           path.c_str());
+    if (end == std::string::npos) return;
+  }
+}
+
 std::string read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifest;
   struct stat info {};
   if (stat(folder.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s", folder.c_str(), std::strerror(errno));
+  refuse_links(folder, kManifest);
   if (stat(path.c_str(), &info) != 0)
     fail(DLM_NOT_FOUND, "%s: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.", folder.c_str());
   const int64_t bytes = file_bytes(path);
@@ -75,6 +91,7 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   for (const json::Value& entry : files.members()) {
     entry.refuse_unknown({"bytes", "sha256"});
     if (!is_safe_name(entry.key())) entry.refuse("not a plain file name inside the bundle");
+    refuse_links(folder, entry.key());
     const std::string path = folder + "/" + entry.key();
     const int64_t expected = entry.integer("bytes", 0, int64_t{1} << 50);
     const std::string& hash = read_hash(entry, "sha256");

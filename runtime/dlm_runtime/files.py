@@ -1,0 +1,71 @@
+"""Small files from outside: plain ones, of bounded size, whose text and JSON is what can be printed and computed with.
+
+A pipe would be waited for, and a device has no end: neither is read. Every function raises ``error``, a sentence that names
+the file; ``hint`` is put behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from dlm_runtime.errors import DlmError
+
+
+def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> bytes:
+    """All of a plain file, which a symbolic link may lead to."""
+    try:
+        # Opening a pipe would wait for its other end; what was opened is what is looked at.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise error(f"{path}: not a plain file.{hint}")
+            if info.st_size > limit_bytes:
+                raise error(f"{path}: {info.st_size} bytes is too large: at most {limit_bytes} are read.{hint}")
+            return file.read(limit_bytes)
+    except FileNotFoundError as err:
+        raise error(f"{path}: no such file.{hint}") from err
+    except OSError as err:
+        raise error(f"{path}: not readable ({err.strerror}).{hint}") from err
+    except ValueError as err:  # a NUL in its name
+        raise error(f"{path!r}: not the name of a file ({err}).{hint}") from err
+
+
+def read_text(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> str:
+    """A plain file's text in UTF-8."""
+    try:
+        return read_bytes(path, limit_bytes, error, hint).decode("utf-8")
+    except UnicodeDecodeError as err:
+        raise error(f"{path}: not readable as UTF-8 text ({err.reason} at byte {err.start}).{hint}") from err
+
+
+def read_object(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> dict[str, Any]:
+    """The JSON object in a plain file."""
+    data = read_bytes(path, limit_bytes, error, hint)
+    try:
+        value = parse_json(data.decode("utf-8"))
+    except ValueError as err:  # UnicodeDecodeError is one
+        raise error(f"{path}: not readable as JSON ({err}).{hint}") from err
+    if not isinstance(value, dict):
+        raise error(f"{path}: expected a JSON object, found {type(value).__name__}.{hint}")
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """JSON of which every text can be written as UTF-8, and every integer computed with. Raises ValueError.
+
+    Integers beyond 64 bits become doubles, infinite ones beyond 308 digits: Python alone has longer ones, and what takes a
+    number from outside compares it with limits that no infinite one meets.
+    """
+    try:
+        value = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError as err:
+        raise ValueError("nested too deeply") from err
+    except UnicodeEncodeError as err:
+        raise ValueError("half a character, written as an escape") from err
+    return value
