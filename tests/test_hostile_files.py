@@ -85,7 +85,7 @@ class Cases:
 
     def with_text(self, tokenizer: bytes, template: str = "{{ messages[0].content }}") -> Path:
         """A copy of the bundle with a tokenizer and a template."""
-        copy = Path(shutil.copytree(self.bundle, self.path(), copy_function=os.link))
+        copy = Path(shutil.copytree(self.bundle, self.path()))
         manifest = json.loads((copy / "manifest.json").read_text())
         for name, data in (("tokenizer.json", tokenizer), ("chat.jinja", template.encode())):
             (copy / name).write_bytes(data)
@@ -97,7 +97,7 @@ class Cases:
 
     def with_file(self, name: str, make: bytes | Callable[[Path], None]) -> Path:
         """A copy of the checkpoint with another, or one more, file."""
-        copy = Path(shutil.copytree(self.checkpoint, self.path(), copy_function=os.link))
+        copy = Path(shutil.copytree(self.checkpoint, self.path()))
         (copy / name).unlink(missing_ok=True)
         if isinstance(make, bytes):
             (copy / name).write_bytes(make)

@@ -74,9 +74,9 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
     weights, tensors = _weights(path), load_file(path / WEIGHTS)
     assert len(weights.quantised) == 14 + head
     assert weights.notes == []
-    for parameter, source in weights.sources.items():
-        base = source.whole.removesuffix(".weight")
-        expected = _dequantised(tensors, base).T if source.transpose else tensors[source.whole].double()
+    for parameter, origin in weights.origins.items():
+        base = origin.whole.removesuffix(".weight")
+        expected = _dequantised(tensors, base).T if origin.transpose else tensors[origin.whole].double()
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
         # Two fp32 products where the definition has none: 2 units in the last place at most.

@@ -319,7 +319,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
         ("[layers]\nblocks.0 = 'fp8'", "quote module paths"),
         ("name = 'x'", "quantises nothing"),
         ("name = ", "not TOML"),
-        ("\xff", "not TOML"),
+        ("\xff", "not readable as UTF-8"),
     ],
 )
 def test_a_bad_recipe_file_is_refused_by_what_is_wrong(text: str, says: str, tmp_path: Path) -> None:

@@ -151,6 +151,15 @@ def test_a_session_that_a_signal_ended_serves_other_threads(native: Native, on_s
     assert len(native.bundle._idle) == 1
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as a terminal's program has it: a job in the background is started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_a_pass_of_ones_own_is_no_failure_of_the_engine() -> None:
     calls: list[int] = []
 
