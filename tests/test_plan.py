@@ -514,7 +514,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         assert b"agx-orin" not in content  # it has no point
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
-    assert invoke(*options).exit_code == 1
+    assert invoke(*options).exit_code == 2
     assert path.read_bytes() == b"mine"
     assert invoke(*options, "--force", "--price-per-hour", "2").exit_code == 0
     assert path.read_bytes() != b"mine"
@@ -525,7 +525,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     ("arguments", "said"),
     [
         (("--targets", "h100"), "or --sizes"),
-        (("somewhere", "--sizes", "8B", "--targets", "h100"), "or --sizes"),
+        ((".", "--sizes", "8B", "--targets", "h100"), "or --sizes"),
         (("--sizes", "8B"), "--targets"),
         (("--sizes", "8B", "--targets", ","), "no target"),
         (("--sizes", "8B", "--targets", "h1000"), "unknown target"),
@@ -546,7 +546,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B", "--targets", "agx-orin", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
         (("--sizes", "8B", "--targets", "h100", "--plot", "growth.gif"), ".png or .svg"),
         (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
-        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "not readable as JSON"),
+        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "does not exist"),
         (("--sizes", "8B", "--targets", "h100", "--batch", "0"), "--batch"),
     ],
 )

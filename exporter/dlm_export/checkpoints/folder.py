@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dlm_calibration.recipes import FORMATS
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 CONFIG_LIMIT_BYTES = 64 << 20  # tokenizer_config.json with a large added vocabulary stays under 2 MiB
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -33,6 +33,8 @@ QUANTISATION_FILE = "hf_quant_config.json"
 
 class CheckpointError(DlmError):
     """A checkpoint is missing something, damaged, or not of a kind that dlm-export reads."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.roofline import Machine, Rates
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 _MOST_BYTES = 1 << 24
 _Kind = TypeVar("_Kind", int, float, str, "list[Any]")
@@ -21,7 +21,7 @@ _Kind = TypeVar("_Kind", int, float, str, "list[Any]")
 class MeasuredError(DlmError):
     """A file is not what ``dlm-export bench --json`` prints."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.bundle import network_of, read_manifest
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.policy import PRESETS
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -23,7 +23,7 @@ LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 class ShapeError(DlmError):
     """A size of a denoiser that nothing can be planned for."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True, eq=False)
