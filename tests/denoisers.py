@@ -10,7 +10,7 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.reference import philox
+from dlm_export.network.turns import philox
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, from_callback
 
 

@@ -545,7 +545,7 @@ def test_a_bundle_of_schema_1_is_refused_with_the_command_that_builds_it_again(b
     _write(bundle, {"schema_version": 1, "family": "llada", "denoiser": {}, "tokens": {}, "graph": {}, "files": {}})
     message = _refusal(bundle)
     assert "schema_version 1 is of an older dlm-export" in message
-    assert "`dlm-export build CHECKPOINT -o BUNDLE --force`" in message
+    assert f"`dlm-export build CHECKPOINT -o {bundle} --force`" in message
 
 
 @pytest.mark.parametrize(
@@ -782,7 +782,7 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
     assert _opens(bundle, engine="none")  # so that it can be built again
     message = _refusal(bundle, engine="tensorrt")
     assert "loop.engines.rtx5090: was edited after it was written" in message
-    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
+    assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
 @pytest.mark.parametrize(("key", "file"), [("judged", "denoiser.onnx"), ("device", "denoiser.onnx"), ("weights", DATA_FILE)])
@@ -790,7 +790,7 @@ def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, f
     _write_with_engine(bundle, lambda entry: entry["built_from"].update({key: "0" * 64}))
     message = _refusal(bundle, engine="tensorrt")
     assert f"loop.engines.rtx5090.built_from.{key}: was built from another graph than this bundle's {file}" in message
-    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
+    assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_line_at_fault_is_named_by_its_number(tokenizer: Tokenizer, tmp_path: 
     with pytest.raises(CalibrationError, match=message) as caught:
         read_samples(path, tokenizer, **LIMITS)
     assert str(caught.value).startswith(str(path))
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
 
 
 def test_a_file_that_is_no_data_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +17,10 @@ import onnx
 import pytest
 from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 from fake_tensorrt import API, VERSION, Device, describe, module
+from interrupted import count_operations, in_child
 
 import dlm_runtime
+from dlm_export.bundle import sha256, write_manifest
 from dlm_export.tensorrt import audit, builders, engine
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
@@ -80,7 +84,7 @@ def test_the_command_for_the_device_says_here_that_it_is_for_the_device(bundle: 
     monkeypatch.setattr(builders, "device_sm", lambda: None)
     before = contents(bundle)
     says = ["is built on the device", f"dlm-export engine {bundle} --target thor", "TensorRT 10.14 or later"]
-    refused(dlm_export("engine", bundle, "--target", "thor"), 2, says)
+    refused(dlm_export("engine", bundle, "--target", "thor"), 1, says)
     assert contents(bundle) == before
 
 
@@ -190,7 +194,7 @@ def test_another_gpu_than_the_targets_is_refused(
 ) -> None:
     fake = on_device(sm)
     before = contents(bundle)
-    refused(dlm_export("engine", bundle, "--target", target), 2, [f"SM {sm // 10}.{sm % 10}", f"{target} is SM {says}"])
+    refused(dlm_export("engine", bundle, "--target", target), 1, [f"SM {sm // 10}.{sm % 10}", f"{target} is SM {says}"])
     assert contents(bundle) == before
     assert fake.calls == []
 
@@ -362,3 +366,37 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
     assert audit.network_table(faked) == audit.network_table(real)
     inputs = [[network.get_input(i).name for i in range(network.num_inputs)] for network in (faked, real)]
     assert inputs[0] == inputs[1]
+
+
+# ---- Ended half-way ----
+
+
+def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(bundle: Path, on_device: Callable[..., Any]) -> None:
+    """At every operation on its files: the manifest never lists an engine that is not there or is another."""
+    on_device()
+    assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0
+    path, manifest = bundle / "engines" / "thor.engine", read_manifest(bundle)
+    path.write_bytes(b"of an older TensorRT")
+    files = manifest.pop("files") | {"engines/thor.engine": {"bytes": path.stat().st_size, "sha256": sha256(path)}}
+    write_manifest(bundle, manifest, files)
+    replace = ("engine", bundle, "--target", "thor", "--force")
+
+    def ended_at(number: int) -> int:
+        def work() -> None:
+            count_operations(bundle, lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == number else None)
+            sys.exit(dlm_export(*replace).exit_code)
+
+        return in_child(work)[0]
+
+    number = 1
+    while (code := ended_at(number)) == -signal.SIGKILL:
+        files = read_manifest(bundle)["files"]
+        for name, entry in files.items():
+            assert sha256(bundle / name) == entry["sha256"], (number, name)
+        with dlm_runtime.open(bundle, engine="none") as opened:
+            assert list(opened.manifest["loop"].get("engines", {})) in (["thor"], [])
+        number += 1
+    assert (code, number > 5) == (0, True)
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        assert list(opened.manifest["loop"]["engines"]) == ["thor"]
+    assert not list(bundle.rglob("*.new"))

@@ -23,11 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.bundle import OutputError, sha256
+from dlm_export.bundle import sha256
 from dlm_export.cli import main
 from dlm_export.judging import golden
 from dlm_export.judging.golden import Golden, GoldenError, Provenance
 from dlm_export.judging.parity import make_canvases, random_prompts
+from dlm_export.outputs import OutputError
 from dlm_export.sources import network_of
 
 
@@ -94,16 +95,16 @@ def test_a_golden_file_is_written_whole_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", fail)
-    with pytest.raises(OutputError, match=r"llada.npz: cannot be written \(No space left"):
-        golden.save(file, kept)
+    with pytest.raises(OutputError, match="the disk is full"), golden.claimed(file, force=True) as new:
+        golden.save(new, kept)
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == [file.name]
 
 
 def test_a_file_that_is_there_and_another_suffix_are_refused_before_any_work(file: Path, tmp_path: Path) -> None:
-    for output, says in ((file, "exists already. Pass --force"), (tmp_path / "golden.pt", "end its name in .npz")):
+    for output, says in ((file, "exists. Pass --force"), (tmp_path / "golden.pt", "end its name in .npz")):
         result = CliRunner().invoke(main, ["capture", str(tmp_path), "-o", str(output)])
-        assert (result.exit_code, says in result.output) == (1, True), result.output
+        assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -221,9 +222,11 @@ def test_compressed_entries_are_refused_before_they_are_unpacked(file: Path) -> 
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path, llada_bundle: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere.npz"):
+    for path, says in ((tmp_path, "is a directory"), (tmp_path / "nowhere.npz", "does not exist")):
         result = verify(llada_bundle, "--golden", path)
-        assert (result.exit_code, "no such file. `dlm-export capture` writes one" in result.output) == (1, True)
+        assert (result.exit_code, says in result.output) == (2, True), result.output
+        with pytest.raises(GoldenError, match="`dlm-export capture` writes one"):
+            golden.load(path)
 
 
 # ---- Comparing ----
@@ -267,12 +270,12 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
     result = verify(llada_bundle, "--golden", path)
     theirs, ours = sha256(dream_checkpoint / "config.json"), sha256(llada_checkpoint / "config.json")
     says = f"captured from another checkpoint (dream): its config.json has the SHA-256 {theirs}, that of {llada_bundle} {ours}"
-    assert (result.exit_code, says in result.output) == (1, True), result.output
+    assert (result.exit_code, says in result.output) == (2, True), result.output
     wider = [np.pad(logits, ((0, 0), (0, 8))) for logits in kept.logits]
     golden.save(path, dataclasses.replace(kept, logits=wider))
     says = f"captured from another checkpoint (llada): its vocabulary has 168 tokens, that of {llada_bundle} 160"
     result = verify(llada_bundle, "--golden", path)
-    assert (result.exit_code, says in result.output) == (1, True), result.output
+    assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
 def test_half_precision_has_its_own_tolerance(llada_bundle: Path, llada_checkpoint: Path, file: Path, tmp_path: Path) -> None:
@@ -297,14 +300,14 @@ def test_a_quantised_bundle_is_refused(llada_bundle: Path, file: Path, tmp_path:
     manifest["precision"]["name"] = "int8"
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     result = verify(bundle, "--golden", file)
-    assert (result.exit_code, "is quantised (int8)" in result.output) == (1, True), result.output
+    assert (result.exit_code, "is quantised (int8)" in result.output) == (2, True), result.output
 
 
 def test_canvases_longer_than_the_bundle_takes_are_refused(llada_bundle: Path, kept: Golden, tmp_path: Path) -> None:
     long = dataclasses.replace(kept.canvases[0], tokens=np.zeros(300, np.int64))
     golden.save(tmp_path / "long.npz", dataclasses.replace(kept, canvases=[long], logits=kept.logits[:1]))
     result = verify(llada_bundle, "--golden", tmp_path / "long.npz")
-    assert (result.exit_code, "has canvases of 300 tokens" in result.output) == (1, True), result.output
+    assert (result.exit_code, "has canvases of 300 tokens" in result.output) == (2, True), result.output
 
 
 def test_verify_with_a_golden_file_needs_no_torch_and_no_onnx(llada_bundle: Path, file: Path) -> None:
@@ -320,9 +323,9 @@ def test_verify_with_a_golden_file_needs_no_torch_and_no_onnx(llada_bundle: Path
     ("arguments", "says"),
     [
         ((), "give one of --checkpoint and --golden"),
-        (("--checkpoint", "x", "--golden", "y"), "give one of --checkpoint and --golden"),
-        (("--golden", "x", "--min-top1", "0.9"), "--min-top1 has no effect with --golden"),
-        (("--golden", "x", "--prompts", "y"), "--prompts has no effect with --golden"),
+        (("--checkpoint", ".", "--golden", __file__), "give one of --checkpoint and --golden"),
+        (("--golden", __file__, "--min-top1", "0.9"), "--min-top1 has no effect with --golden"),
+        (("--golden", __file__, "--prompts", __file__), "--prompts has no effect with --golden"),
     ],
 )
 def test_verify_asks_for_one_reference(llada_bundle: Path, arguments: tuple[str, ...], says: str) -> None:
@@ -333,11 +336,11 @@ def test_verify_asks_for_one_reference(llada_bundle: Path, arguments: tuple[str,
 # ---- Capturing, as far as it gets without transformers ----
 
 
-def capture(checkpoint: Path, *arguments: object) -> str:
+def capture(checkpoint: Path, *arguments: object, code: int = 2) -> str:
     """What a capture that must fail says."""
     output = checkpoint.parent / "out.npz"
     result = CliRunner().invoke(main, ["capture", str(checkpoint), "-o", str(output), *map(str, arguments)])
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == code, result.output
     assert not output.exists()
     return result.output
 
@@ -353,9 +356,9 @@ def test_capture_without_transformers_names_the_extra(dream_checkpoint: Path, mo
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    assert "transformers, which is not installed: pip install 'dlm-export[capture]'" in capture(dream_checkpoint)
+    assert "transformers, which is not installed: pip install 'dlm-export[capture]'" in capture(dream_checkpoint, code=1)
     monkeypatch.setattr(metadata, "version", lambda name: version(name, "4.40.2"))
-    assert "transformers 4.40.2 is too old, 4.46 or later is needed" in capture(dream_checkpoint)
+    assert "transformers 4.40.2 is too old, 4.46 or later is needed" in capture(dream_checkpoint, code=1)
 
 
 def test_capture_without_trust_names_the_files_and_runs_none(tmp_path: Path) -> None:

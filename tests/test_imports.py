@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
 # From the ground up: what a room or a module of the root imports stands in its own line or above it.
 ROOMS = (
-    {"memory", "progress", "signals", "targets"},
+    {"memory", "outputs", "progress", "signals", "targets"},
     {"network"},
     {"bundle"},
     {"checkpoints"},
@@ -82,6 +84,63 @@ def test_a_command_that_needs_the_export_extra_says_so(llada_checkpoint: Path, t
     assert not (tmp_path / "bundle").exists()
 
 
+MISSING = {
+    "inspect": ("NOWHERE",),
+    "build": ("NOWHERE", "-o", "OUT"),
+    "quantize": ("NOWHERE", "-o", "OUT"),
+    "engine": ("NOWHERE", "--target", "thor"),
+    "verify": ("BUNDLE", "--checkpoint", "NOWHERE"),
+    "compare": ("BUNDLE", "NOWHERE"),
+    "capture": ("NOWHERE", "-o", "OUT.npz"),
+    "run": ("NOWHERE", "--tokens", "1"),
+    "bench": ("NOWHERE",),
+    "plan": ("NOWHERE", "--targets", "cpu"),
+    "build --calib": ("CHECKPOINT", "-o", "OUT", "--precision", "int8", "--calib", "NOWHERE"),
+    "quantize --calib": ("CHECKPOINT", "-o", "OUT", "--calib", "NOWHERE"),
+    "build --precision": ("CHECKPOINT", "-o", "OUT", "--precision", "NOWHERE.toml"),
+    "verify --data": ("BUNDLE", "--checkpoint", "CHECKPOINT", "--data", "NOWHERE"),
+    "verify --prompts": ("BUNDLE", "--checkpoint", "CHECKPOINT", "--prompts", "NOWHERE"),
+    "verify --golden": ("BUNDLE", "--golden", "NOWHERE"),
+    "compare --data": ("BUNDLE", "BUNDLE", "--data", "NOWHERE"),
+    "capture --prompts": ("CHECKPOINT", "-o", "OUT.npz", "--prompts", "NOWHERE"),
+    "plan --measured": ("--sizes", "8B", "--targets", "cpu", "--measured", "NOWHERE"),
+}
+
+
+def test_what_is_missing_is_said_before_anything_is_loaded(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+    """In a base install, and in one process: none of these imports torch or asks for it."""
+    paths = {"NOWHERE": tmp_path / "nowhere", "OUT": tmp_path / "out", "BUNDLE": llada_bundle, "CHECKPOINT": llada_checkpoint}
+    commands = []
+    for name, arguments in MISSING.items():
+        filled = list(arguments)
+        for word, path in paths.items():
+            filled = [re.sub(rf"^{word}\b", str(path), each) for each in filled]
+        commands.append([name.split()[0], *filled])
+    each = "from click.testing import CliRunner\nimport json\nfor arguments in json.loads(sys.argv[1]):\n"
+    each += "    done = CliRunner().invoke(main, arguments)\n    print(json.dumps([done.exit_code, done.output]))"
+    done = _python("-c", BLOCKED.replace("main()", each), json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    for command, line in zip(commands, done.stdout.splitlines(), strict=True):
+        code, said = json.loads(line)
+        assert code == 2, (command, said)
+        assert "nowhere" in said.splitlines()[-1], (command, said)
+        assert any(words in said for words in ("does not exist", "No such file")), (command, said)
+        assert "export extra" not in said, command
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bundle: Path) -> None:
+    options = ("--judged", "2", "--threads", "1", "--json")
+    done = _python("-c", BLOCKED, "compare", str(llada_bundle), str(llada_bundle), *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["overall"]["ce_increase"] == 0
+    assert sum(row["committed"] for row in found["frontier"]["buckets"]) > 0
+    assert all(row["flips"] == 0 for row in found["frontier"]["buckets"])
+    other = _python("-c", BLOCKED, "compare", str(llada_bundle), str(dream_bundle), *options)
+    assert other.returncode == 2, other.stderr
+
+
 def _rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
     """Line and room of every import of the exporter's own, inside functions too; not of those for types alone."""
     tree = ast.parse(path.read_text())
@@ -124,7 +183,14 @@ def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
         assert re.search(r"\bin[,;] .*\bout\b", first, re.DOTALL), f"{path}: begin with what comes in and what goes out"
 
 
-LIGHT = ["dlm_export.graph", "dlm_export.planning.plan", "dlm_export.planning.bench", "dlm_export.cli.app"]
+LIGHT = [
+    "dlm_export.graph",
+    "dlm_export.judging.accuracy",
+    "dlm_export.quantising.samples",
+    "dlm_export.planning.plan",
+    "dlm_export.planning.bench",
+    "dlm_export.cli.app",
+]
 LIGHT += [f"dlm_export.tensorrt.{path.stem}" for path in sorted((EXPORTER / "tensorrt").glob("[!_]*.py"))]
 
 

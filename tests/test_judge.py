@@ -20,9 +20,12 @@ import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export.judging import judge as judging
 from dlm_export.judging.judge import Budgets, Judgement, judge
-from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, TorchPredictor
+from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, scores
 from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
-from dlm_export.network.reference import Canvas, fill, start_canvas
+from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.network import reference
+from dlm_export.network.reference import fill
+from dlm_export.network.turns import Canvas, Turn, choose_in, start_canvas
 from dlm_runtime import PRESETS, Policy, RequestError
 
 VOCAB, MASK, EOS = 20, 18, 19
@@ -63,6 +66,8 @@ class Scripted:
     def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
         written, nfe = self._write(tokens, max_new_tokens, policy)
         return [*tokens, *written], nfe
+
+    scores = staticmethod(scores)
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         finished, nfe = self.generate(tokens, max_new_tokens, policy)
@@ -198,7 +203,7 @@ def _walk(predictor: TorchPredictor, policy: Policy, new: int = 24) -> Iterator[
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = judging.frontier_states(canvases[:-1], policy, predictor.shift)
     for state, after in zip(states, canvases[1:], strict=True):
-        commitment = judging.predict_commitment(predictor, state, policy)
+        commitment = judging.predict_commitment(predictor, state, policy, predictor.scores)
         expected = state.canvas.copy()
         expected[state.turn.positions[commitment.is_chosen]] = commitment.guess[commitment.is_chosen]
         yield expected, after.tokens, state
@@ -236,7 +241,7 @@ def test_the_mask_token_is_never_what_would_be_committed() -> None:
         return np.tile(np.where(np.arange(VOCAB) == MASK, 9, np.arange(VOCAB) % 7 - 9).astype(np.float32), (len(canvas), 1))
 
     (state,) = judging.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, 0)
-    commitment = judging.predict_commitment(Scripted(logits), state, POLICY)
+    commitment = judging.predict_commitment(Scripted(logits), state, POLICY, scores)
     assert commitment.guess.tolist() == [6, 6]
     assert commitment.is_chosen.tolist() == [True, False]
 
@@ -262,10 +267,26 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
         committed = np.flatnonzero(state.canvas != after.tokens)
         assert set(committed) <= set(state.turn.positions) - {*mask}
         if cache == "none":
-            commitment = judging.predict_commitment(predictor, state, policy)
+            commitment = judging.predict_commitment(predictor, state, policy, predictor.scores)
             chosen = state.turn.positions[commitment.is_chosen]
             assert after.tokens[chosen].tolist() == commitment.guess[commitment.is_chosen].tolist()
     assert states[0].mask_ratio == 10 / 15
+
+
+@pytest.mark.parametrize("commit", ["threshold", "entropy_bound", "timestep"])
+@pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
+def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
+    """Within 2e-6, of a softmax and sums in fp32 in another order; and the same positions commit."""
+    if (score, commit) == ("entropy", "threshold"):
+        pytest.skip("entropies are not compared with a threshold")
+    rng = np.random.default_rng(0)
+    policy = Policy(score=score, commit=commit, seed=7, block_length=0)
+    logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)
+    logits[:, MASK] = -np.inf
+    turn = Turn(3, 43, 1, 5, 3 + np.arange(40), 6, False)
+    ours, theirs = scores(turn, logits, policy), reference.scores(turn, torch.from_numpy(logits), policy)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(choose_in(turn, ours, policy), choose_in(turn, theirs, policy))
 
 
 @pytest.mark.parametrize("stop", ["none", "eos"])

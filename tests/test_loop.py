@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.network.reference import choose, philox, random_score, timestep_count, transfer_counts
+from dlm_export.network.turns import choose, philox, random_score, timestep_count, transfer_counts
 from dlm_runtime import CallbackPass, CancelledError, DenoiserInfo, EngineError, Policy, RequestError
 
 GOLDEN = Path(__file__).parent / "golden" / "loop.json"
@@ -143,15 +143,15 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
     scores: list[float], commit: str, compare: str, threshold: float, factor: float, bound: float, steps: int
 ) -> None:
     policy = Policy(commit=commit, compare=compare, threshold=threshold, factor=factor, entropy_bound=bound, block_length=0)
-    values = torch.tensor(scores, dtype=torch.float32)
+    values = np.array(scores, np.float32)
     values = values - 1 if commit == "entropy_bound" else values
-    wanted = choose(values, policy, transfer_counts(len(scores), steps)[0])
-    assert first_commit(scores, policy, steps) == wanted.nonzero().squeeze(1).tolist()
+    wanted = choose(values.astype(np.float64), policy, transfer_counts(len(scores), steps)[0])
+    assert first_commit(scores, policy, steps) == np.flatnonzero(wanted).tolist()
 
 
 @settings(max_examples=60, deadline=None)
 @given(masked=st.integers(1, 120), steps=st.integers(1, 120), eps=st.sampled_from([1e-3, 1e-2, 0.5]))
-def test_native_timestep_schedule_equals_torchs_fp32(masked: int, steps: int, eps: float) -> None:
+def test_native_timestep_schedule_equals_the_references(masked: int, steps: int, eps: float) -> None:
     denoiser = ArithmeticDenoiser()
     policy = Policy(commit="timestep", block_length=0, timestep_eps=eps)
     left, step = masked, 0
@@ -160,6 +160,15 @@ def test_native_timestep_schedule_equals_torchs_fp32(masked: int, steps: int, ep
         left, step = left - event.committed, step + 1
     assert left == 0
     assert step <= steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), masked=st.integers(1, 2048), steps=st.integers(1, 1024), eps=st.floats(1e-5, 0.9))
+def test_the_timestep_schedule_is_that_of_torchs_linspace(data: st.DataObject, masked: int, steps: int, eps: float) -> None:
+    step = data.draw(st.integers(0, steps - 1))
+    t = torch.linspace(1, eps, steps + 1)
+    wanted = masked if step == steps - 1 else max(1, int(masked * (1 - t[step + 1] / t[step])))
+    assert timestep_count(masked, step, steps, eps) == wanted
 
 
 @given(masked=st.integers(0, 500), steps=st.integers(1, 500))

@@ -426,7 +426,7 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
     status, message = opening(drive, bundle, {"MOCK_CUDA_SM": "110"})
     assert status == "UNSUPPORTED"
     assert "rtx4090: built for SM 8.9, this device is SM 11.0; rtx5090-rtx: built for SM 12.0" in message
-    assert "dlm-export engine BUNDLE --target sm110" in message
+    assert f"dlm-export engine {bundle} --target sm110" in message
     status, message = opening(drive, bundle, {"MOCK_TRT_VERSION": "10.14.1.49"})
     assert status == "UNSUPPORTED"
     assert "rtx5090-rtx: built by tensorrt_rtx 1.7.1.116, the library here is tensorrt 10.14.1.49" in message
@@ -444,7 +444,7 @@ def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: D
     status, message = opening(drive, write_bundle(tmp_path / "bundle", {}))
     assert status == "UNSUPPORTED"
     assert "holds no TensorRT engine" in message
-    assert "dlm-export engine BUNDLE --target" in message
+    assert f"dlm-export engine {tmp_path / 'bundle'} --target" in message
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_an_engine_that_tensorrt_cannot_load_is_named_with_the_command_that_buil
     status, message = opening(drive, bundle)
     assert status == "ENGINE_FAILED"
     assert "rtx5090.engine: TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match" in message
-    assert "dlm-export engine BUNDLE --target rtx5090 --force" in message
+    assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,19 @@ def _example(option: click.Option) -> list[str]:
     return [option.opts[-1], "-odd value=%s"]
 
 
+@pytest.fixture
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the arguments name as input, as it has to be there."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("c", "-c", "the checkpoint"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "-odd value=%s").touch()
+
+
 OPTIONS = [parameter for parameter in build.params if isinstance(parameter, click.Option) and parameter.name != "output"]
 
 
+@pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_of_build_comes_through_with_its_value(command: ModuleType, option: click.Option) -> None:
     example = _example(option)
@@ -91,11 +101,13 @@ def test_every_option_of_build_comes_through_with_its_value(command: ModuleType,
     assert expected[str(option.name)] != option.get_default(click.Context(build))
 
 
+@pytest.mark.usefixtures("_there")
 def test_options_that_are_not_given_keep_builds_defaults(command: ModuleType) -> None:
     assert _through_optimum(command, ["c", "out"]) == ["build", "--output=out", "--", "c"]
     assert _parsed(_through_optimum(command, ["c", "out"])[1:]) == _parsed(["c", "-o", "out"])
 
 
+@pytest.mark.usefixtures("_there")
 def test_folders_that_look_like_options_are_folders(command: ModuleType) -> None:
     parsed = _parsed(_through_optimum(command, ["--", "-c", "--force"])[1:])
     assert (parsed["checkpoint"], parsed["output"], parsed["force"]) == (Path("-c"), Path("--force"), False)
@@ -147,7 +159,7 @@ def test_optimum_builds_a_bundle(llada_checkpoint: Path, tmp_path: Path) -> None
 @needs_optimum
 @pytest.mark.parametrize(
     ("options", "code", "says"),
-    [([], 1, "no-such-folder"), (["--precision", "fp3"], 2, "fp3"), (["--judged", "many"], 2, "'--judged'")],
+    [([], 2, "no-such-folder"), (["--precision", "fp3"], 2, "no-such-folder"), (["--judged", "many"], 2, "'--judged'")],
     ids=["missing", "precision", "usage"],
 )
 def test_failures_keep_their_exit_codes(tmp_path: Path, options: list[str], code: int, says: str) -> None:

@@ -545,7 +545,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         assert b"gb10" not in content  # it has no point
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
-    assert invoke(*options).exit_code == 1
+    assert invoke(*options).exit_code == 2
     assert path.read_bytes() == b"mine"
     assert invoke(*options, "--force", "--price-per-hour", "2").exit_code == 0
     assert path.read_bytes() != b"mine"
@@ -556,7 +556,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     ("arguments", "said"),
     [
         (("--targets", "h100"), "or --sizes"),
-        (("somewhere", "--sizes", "8B", "--targets", "h100"), "or --sizes"),
+        ((".", "--sizes", "8B", "--targets", "h100"), "or --sizes"),
         (("--sizes", "8B"), "--targets"),
         (("--sizes", "8B", "--targets", ","), "no target"),
         (("--sizes", "8B", "--targets", "h1000"), "unknown target"),
@@ -577,7 +577,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B", "--targets", "gb10", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
         (("--sizes", "8B", "--targets", "h100", "--plot", "growth.gif"), ".png or .svg"),
         (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
-        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "nowhere.json: no such file. Write it with"),
+        (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "does not exist"),
         (("--sizes", "8B", "--targets", "h100", "--batch", "0"), "--batch"),
     ],
 )

@@ -433,7 +433,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_si
 def test_stored_needs_a_quantised_checkpoint(llada_checkpoint: Path, tmp_path: Path) -> None:
     arguments = ["build", str(llada_checkpoint), "--precision", "stored", "-o", str(tmp_path / "bundle")]
     result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not a pre-quantised checkpoint" in result.stderr
     assert not (tmp_path / "bundle").exists()
 

@@ -104,8 +104,15 @@ def test_verify_judges_a_quantised_bundle_and_writes_a_report(
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["passed"]
     assert sorted(os.listdir(tmp_path / "report")) == ["accuracy.json", "report.html"]
-    result = _run(*arguments, "--min-top1", "1.0", "--max-ce-increase", "0")
+    (tmp_path / "report" / "accuracy.json").write_text("mine")
+    result = _run(*arguments)
+    assert (result.exit_code, "accuracy.json exists. Pass --force" in result.stderr) == (2, True), result.output
+    assert (tmp_path / "report" / "accuracy.json").read_text() == "mine"
+    result = _run(*arguments[:-1], int8[0], "--force")
+    assert (result.exit_code, "is a bundle, and its files stay as they were built" in result.stderr) == (2, True), result.output
+    result = _run(*arguments, "--force", "--min-top1", "1.0", "--max-ce-increase", "0")
     assert result.exit_code == 3
+    assert (tmp_path / "report" / "accuracy.json").read_text() != "mine"
     for text in ("top-1 agreement", "worst bucket: mask ratio", "worst layers: blocks."):
         assert text in result.stderr
 
@@ -119,8 +126,25 @@ def test_compare_judges_one_bundle_by_another(
     same = json.loads(_run("compare", llada_bundle, llada_bundle, "--judged", 2, "--json").stdout)
     assert (same["overall"]["kl_mean"], same["frontier"]["flips"], same["free_running"]["exact_match"]) == (0.0, 0, 1.0)
     other = _run("compare", llada_bundle, dream_bundle, "--judged", 2)
-    assert other.exit_code == 1
-    assert "shift" in other.stderr
+    assert other.exit_code == 2
+    assert "is another denoiser than" in other.stderr
+    assert "its family is dream, the other's llada" in other.stderr
+
+
+def test_a_comparison_warns_of_another_configuration(llada_bundle: Path, tmp_path: Path) -> None:
+    """Two checkpoints of one network have the same shapes; that their config.json differs is all that tells them apart."""
+    other = Path(shutil.copytree(llada_bundle, tmp_path / "other"))
+    manifest = json.loads((other / "manifest.json").read_text())
+    ours, manifest["source"]["config_sha256"] = manifest["source"]["config_sha256"], 64 * "0"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    result = _run("compare", llada_bundle, other, "--judged", 1)
+    assert result.exit_code == 0, result.output
+    assert f"another config.json than {llada_bundle} (SHA-256 {64 * '0'}, not {ours})" in result.stderr
+    manifest["network"]["layers"][1]["norm_eps"] = 0.5
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    result = _run("compare", llada_bundle, other, "--judged", 1)
+    assert result.exit_code == 2
+    assert "its layer 1 norm_eps is 0.5, the other's 1e-05" in result.stderr
 
 
 def test_a_budget_that_is_missed_leaves_no_bundle(llada_checkpoint: Path, out: Path) -> None:
@@ -167,7 +191,7 @@ def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, 
 def test_bad_calibration_data_is_refused_by_its_line(lines: str, says: str, tmp_path: Path, out: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(lines)
-    _fails(out, "build", DEMO, "--precision", "fp8", "--calib", path, "--no-verify", code=1, says=(str(path), says))
+    _fails(out, "build", DEMO, "--precision", "fp8", "--calib", path, "--no-verify", code=2, says=(str(path), says))
 
 
 def test_a_recipe_with_an_unknown_layer_is_refused(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
@@ -202,7 +226,7 @@ def test_activations_that_are_not_finite_are_refused_by_layer(llada_checkpoint: 
     name = "model.transformer.blocks.0.up_proj.weight"
     checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, lambda w: torch.full_like(w, 3e38))
     options = ("--precision", "fp8", *SMALL, "--no-verify")
-    _fails(out, "build", checkpoint, *options, code=1, says=("blocks.0.mlp.down", "infinite"))
+    _fails(out, "build", checkpoint, *options, code=2, says=("blocks.0.mlp.down", "infinite"))
 
 
 @pytest.mark.parametrize("precision", ["int8-static", "int4", "nvfp4", "fp8"])
@@ -220,12 +244,12 @@ def test_channels_that_are_all_zero_quantise(llada_checkpoint: Path, precision: 
 
 
 def test_a_quantised_bundle_is_not_quantised_again(int8: tuple[Path, dict[str, Any]], out: Path) -> None:
-    _fails(out, "quantize", int8[0], "--precision", "int4", code=1, says=("is quantised already (int8-static)", "checkpoint"))
+    _fails(out, "quantize", int8[0], "--precision", "int4", code=2, says=("is quantised already (int8-static)", "checkpoint"))
 
 
 def test_min_task_needs_answers(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path) -> None:
     result = _run("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2, "--min-task", "0.5")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no answers" in result.stderr
 
 
@@ -254,7 +278,7 @@ def test_verify_refuses_budgets_that_it_would_not_judge(llada_bundle: Path, llad
 def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> None:
     before = (llada_bundle / "manifest.json").read_bytes()
     result = _run("quantize", llada_bundle, "--precision", "int8", "-o", llada_bundle, "--force", "--no-verify")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "is what the bundle is built from" in result.stderr
     assert (llada_bundle / "manifest.json").read_bytes() == before
 

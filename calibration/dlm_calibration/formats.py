@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 NUMBER_FORMATS = ("int8", "int4", "fp8", "nvfp4")
 ScaleType = np.dtype[Any]
@@ -45,6 +45,8 @@ _BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in 
 
 class QuantisationError(DlmError):
     """Something cannot be quantised as asked: values are not finite, or the format does not take the shape."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True, eq=False)

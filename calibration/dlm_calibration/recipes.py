@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 
 if sys.version_info >= (3, 11):
@@ -40,7 +40,7 @@ else:
 class RecipeError(DlmError):
     """A recipe says something that does not exist or cannot be."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)

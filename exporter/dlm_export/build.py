@@ -23,6 +23,7 @@ from dlm_export.judging.parity import Parity
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.outputs import TakenError
 from dlm_export.progress import Progress, Stages
 from dlm_export.sources import Source, open_source
 from dlm_export.tensorrt import builders, engine
@@ -106,7 +107,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     """The stages, in their order."""
     request, source = job.request, job.source
     if output.resolve() == source.path.resolve():
-        raise bundle_files.OutputError(f"{output}: is what the bundle is built from; choose another folder")
+        raise TakenError(f"{output}: is what the bundle is built from; choose another folder")
     # An engine holds the weights once more.
     needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base) + SMALL_FILES_BYTES)
     with bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder:

@@ -1,4 +1,4 @@
-"""A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes, the atomic move into place.
+"""A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes, what may be replaced.
 
 The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
 """
@@ -6,30 +6,26 @@ The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
-import os
-import shutil
-import tempfile
+import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import dlm_runtime
+from dlm_export import outputs
 from dlm_export.network.spec import NetworkSpec
-from dlm_runtime.errors import BundleError, DlmError
+from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
 SCHEMA_VERSION = 2
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
 """What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
-
-
-class OutputError(DlmError):
-    """The bundle cannot be written where it was asked for."""
+_OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
+"""Besides what its manifest lists, what a bundle may hold: that file, and what a killed `dlm-export engine` leaves."""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
@@ -105,13 +101,8 @@ def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
     """Write manifest.json with ``files`` (size and SHA-256 by name); one that is there is replaced in one move."""
     text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    new = folder / f"{MANIFEST_FILE}.new"
-    try:
-        new.unlink(missing_ok=True)  # a link there would be followed
+    with outputs.replaced(folder / MANIFEST_FILE) as new:
         new.write_text(text, encoding="utf-8")
-        os.replace(new, folder / MANIFEST_FILE)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def sha256(path: Path) -> str:
@@ -125,65 +116,39 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that becomes it when the block ends well, and goes away when it does not.
+    """A folder that becomes ``output`` when the block ends well, and goes away when it does not: see ``outputs.claimed``.
 
-    Raises OutputError if ``output`` exists without ``force`` (nor is replaced unless it is a bundle or empty), or if the
-    disk has no room for ``needed_bytes``.
+    ``force`` lets it replace a bundle, or an empty folder, and nothing else.
     """
-    output = Path(os.path.abspath(output))
-    if output.exists() or output.is_symlink():
-        _check_replaceable(output, force)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(output.parent).free
-        if free < needed_bytes:
-            raise OutputError(f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free")
-        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as err:
-        raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
-    try:
-        staging.chmod(0o755)
-        yield staging
-        _move(staging, output)
-    except OSError as err:
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(
-                f"{output}: the disk is full; {needed_bytes:,} bytes are needed. Nothing was left behind."
-            ) from err
-        raise OutputError(f"{output}: cannot write ({err})") from err
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with outputs.claimed(output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes) as folder:
+        folder.mkdir()
+        yield folder
 
 
-def _check_replaceable(output: Path, force: bool) -> None:
-    if not force:
-        raise OutputError(f"{output} exists. Pass --force to replace it, or choose another folder.")
-    if not output.is_dir() or output.is_symlink() or not (_is_bundle(output) or not any(output.iterdir())):
-        raise OutputError(f"{output} is not a bundle, so --force does not replace it. Choose another folder.")
+def _kept_because(path: Path) -> str | None:
+    """Why what stands where a bundle goes is not replaced; None: it is a bundle with its own files alone, or empty."""
+    if not path.is_dir() or path.is_symlink():
+        return "is not a bundle"
+    found = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_symlink() or not each.is_dir()}
+    if not found:
+        return None if not any(path.iterdir()) else "is not a bundle"
+    files = _files_of_bundle(path)
+    if files is None:
+        return "is not a bundle"
+    others = sorted(name for name in found - files if not _OWN_FILES.fullmatch(name))
+    return f"holds {others[0]!r}, which is not the bundle's" if others else None
 
 
-def _is_bundle(folder: Path) -> bool:
+def _files_of_bundle(folder: Path) -> set[str] | None:
+    """The files that a bundle's manifest lists, of whatever schema; None if the folder is no bundle."""
     # Other programs call files manifest.json too, web applications above all: the name alone must not cost a folder.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
-        return False
+        return None
     if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
-        return False
-    return "loop" in manifest or "denoiser" in manifest  # of schema 1: it is what --force builds again
-
-
-def _move(staging: Path, output: Path) -> None:
-    """Put ``staging`` in ``output``'s place; an old bundle there survives until the new one stands."""
-    old = None
-    try:
-        if output.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-            os.rename(output, old)
-        os.rename(staging, output)
-    finally:  # after Ctrl-C too, at any of the lines above
-        if old is not None and not output.exists():
-            os.rename(old, output)
-        elif old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        return None
+    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(manifest["files"], dict):  # "denoiser": schema 1
+        return None
+    return {*manifest["files"]}

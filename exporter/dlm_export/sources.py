@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -64,6 +65,45 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         tuple(weights.notes),
         sha256(checkpoint.config.path),
     )
+
+
+def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
+    """Open the source that a bundle was built from, with its mask token and canvas length; ``manifest`` is the bundle's.
+
+    Raises CheckpointError, BundleError; CheckpointError too for a source of another denoiser, with what differs.
+    """
+    built = network_of(manifest)
+    overrides = None
+    if not (path / MANIFEST_FILE).is_file():
+        overrides = Overrides(built.mask_token_id, built.max_canvas_length)
+        _check_config(bundle, manifest, path, overrides)
+    source = open_source(path, overrides)
+    if (found := built.difference(source.network)) is not None:
+        raise CheckpointError(f"{bundle}: built from another checkpoint than {path}: {found}")
+    return source
+
+
+def _check_config(bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides) -> None:
+    """CheckpointError if a checkpoint's config.json is not the one that a bundle was built from and gives another network.
+
+    It is read by its own mask token first: the bundle's may be none of its vocabulary, which would be told as its fault.
+    """
+    checkpoint = Checkpoint(path)
+    theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
+    if theirs is None or theirs == ours:
+        return
+    found: str | None = None
+    for asked in (replace(overrides, mask_token_id=None), overrides):
+        try:
+            found = network_of(manifest).difference(families.read_network(checkpoint, asked), but=("mask_token_id",))
+            break
+        except CheckpointError as err:
+            found = str(err)
+    if found is not None:
+        raise CheckpointError(
+            f"{bundle}: built from another checkpoint than {path}: {found}. Its config.json has the SHA-256 {theirs}, that of "
+            f"{path} {ours}."
+        )
 
 
 def _stored_precision(checkpoint: Checkpoint) -> str:

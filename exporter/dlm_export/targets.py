@@ -20,7 +20,7 @@ from typing import Any
 
 from dlm_calibration import recipes
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
@@ -64,7 +64,7 @@ JETPACK_BY_SM = {87: "6, or 7.2 and later", 110: "7"}
 class TargetError(DlmError):
     """A target does not exist, or does not run what was asked of it."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,40 @@ Everything a user can cause derives from ``DlmError`` and reads: what happened, 
 The command line prints such an error as one line; any other exception is a defect of ours.
 """
 
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How the command line ends, but for 0, done, and 128 + n, ended by signal n.
+
+    It says what has to change before the same command works. docs/troubleshooting.md has the table for users.
+    """
+
+    COULD_NOT = 1
+    """The machine: a package, engine, device, memory, room on disk or a right is missing, another process is at it, or it was
+    interrupted. Nothing is wrong with what was given."""
+    WRONG_INPUT = 2
+    """What was given: an option, a path, or what lies there, missing, damaged, not fitting, not to be replaced."""
+    MISSED = 3
+    """It ran, and parity, an accuracy budget or an engine's audit failed."""
+
 
 class DlmError(Exception):
     """Something a user can act on: the message says what, where and what to do."""
 
-    exit_code = 1  # 1 could not, 2 wrong usage, 3 ran, but parity, an accuracy budget or an engine's audit failed
+    exit_code = ExitCode.COULD_NOT
 
 
 class BundleError(DlmError):
     """A bundle is missing, damaged, edited, or of a version that this runtime does not know."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class RequestError(DlmError, ValueError):
     """A request (tokens, policy, lengths) is outside what the bundle takes."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class EngineError(DlmError):

@@ -13,8 +13,9 @@ from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
 from dlm_export.judging import accuracy, layerwise, verify
-from dlm_export.judging.judge import Judgement
+from dlm_export.judging.judge import Judgement, check_budgets
 from dlm_export.judging.parity import Parity, require_parity
+from dlm_export.judging.sensitivity import layer_losses
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
 
@@ -53,7 +54,7 @@ def prove(job: Job, quantised: Quantised | None, taps: Mapping[str, Tap], folder
     if quantised is None:
         return Proof(parity, record)
     judgement, threshold = _judge(job, quantised, folder, stages)
-    accuracy.check_budgets(judgement, f"{output}: not written")
+    check_budgets(judgement, f"{output}: not written")
     assert quantised.calibration is not None
     record |= {
         "judgement": judgement.as_dict(),
@@ -107,5 +108,5 @@ def _judge(job: Job, quantised: Quantised, folder: Path, stages: Stages) -> tupl
             threshold = accuracy.fit_threshold(source, bundle, fitting, job.preset, seed, advance)
     with stages.stage("sweep layers", len(numbers.formats)) as advance:
         denoiser = families.load(numbers.parameters, source.network)
-        layers = accuracy.layer_losses(denoiser, numbers, calibration.states, advance)
+        layers = layer_losses(denoiser, numbers, calibration.states, advance)
     return replace(judgement, layers=layers, threshold=threshold.as_dict()).with_budgets(options.budgets), threshold

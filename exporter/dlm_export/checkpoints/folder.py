@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dlm_calibration.recipes import FORMATS
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
 
 # tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids under 8; JSON of empty lists
@@ -37,6 +37,8 @@ NAME_LIMIT_BYTES = 255  # of one file's, on every file system of Linux
 
 class CheckpointError(DlmError):
     """A checkpoint is missing something, damaged, or not of a kind that dlm-export reads."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:

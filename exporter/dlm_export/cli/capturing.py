@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options, overrides
 from dlm_export.cli.printing import Bars, format_bytes, print_json
 
 
 @click.command()
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("-o", "--output", required=True, type=CHECKPOINT, help="File to write; its name ends in .npz.")
+@click.option("-o", "--output", required=True, type=OUTPUT, help="File to write; its name ends in .npz.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python files that came with the checkpoint.")
 @click.option("--trunk", is_flag=True, help="Run transformers' class of the same layers instead, everything visible.")
-@click.option("--prompts", type=CHECKPOINT, help="Text file, a prompt a line, instead of random token ids.")
+@click.option("--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids.")
 @click.option("--count", type=click.IntRange(1, 100), default=4, show_default=True, help="Prompts at each mask ratio.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, masks and rows.")
 @click.option("--force", is_flag=True, help="Replace the file that is there.")
@@ -32,20 +32,19 @@ def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values
     """
     from dlm_export.judging import golden
 
-    golden.check_output(output, force=force)
-    from dlm_export.judging.capture import CaptureOptions
-    from dlm_export.judging.capture import capture as run
+    with golden.claimed(output, force=force) as new, Bars() as bars:
+        from dlm_export.judging.capture import CaptureOptions
+        from dlm_export.judging.capture import capture as run
 
-    what = CaptureOptions(
-        trust_remote_code=values["trust_remote_code"],
-        trunk=values["trunk"],
-        prompts=values["prompts"],
-        count=values["count"],
-        seed=values["seed"],
-    )
-    with Bars() as bars:
+        what = CaptureOptions(
+            trust_remote_code=values["trust_remote_code"],
+            trunk=values["trunk"],
+            prompts=values["prompts"],
+            count=values["count"],
+            seed=values["seed"],
+        )
         found = run(checkpoint, what, overrides(values), bars)
-    golden.save(output, found)
+        golden.save(new, found)
     size = output.stat().st_size
     if as_json:
         told = {"file": str(output), "bytes": size, "canvases": len(found.canvases), "rows": found.rows}

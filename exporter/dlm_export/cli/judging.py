@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import click
 from dlm_export.cli.options import (
     BUDGETS,
     CHECKPOINT,
+    FILE,
     JUDGE_OPTIONS,
+    OUTPUT,
     budgets,
     cpu_engine_option,
     engine_option,
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
 @click.option("--checkpoint", type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from.")
-@click.option("--golden", type=CHECKPOINT, help="Instead: logits of the released code, from `dlm-export capture`.")
-@click.option("--prompts", type=CHECKPOINT, help="Text file, a prompt a line, instead of random token ids.")
+@click.option("--golden", type=FILE, help="Instead: logits of the released code, from `dlm-export capture`.")
+@click.option("--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids.")
 @click.option("--count", type=click.IntRange(1, 1000), default=4, show_default=True, help="Prompts to compare.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Mask tokens a canvas.")
 @options(JUDGE_OPTIONS)
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for accuracy.json and report.html of a quantised bundle.",
 )
+@click.option("--force", is_flag=True, default=None, help="Replace the report that is there.")
 @cpu_engine_option
 @threads_option
 @json_option
@@ -59,29 +63,26 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         raise click.UsageError("give one of --checkpoint and --golden")
     if checkpoint is None:
         assert golden is not None
-        refuse(values, ("prompts", "data", "calib_preset", "report", *BUDGETS), "has no effect with --golden")
+        refuse(values, ("prompts", "data", "calib_preset", "report", "force", *BUDGETS), "has no effect with --golden")
         _verify_golden(bundle, golden, values)
         return
     import dlm_runtime
     from dlm_export import families, graph
-    from dlm_export.families.base import Overrides
     from dlm_export.judging.parity import random_prompts, read_prompts, require_parity
-    from dlm_export.judging.verify import check_parity, check_same_denoiser, parity_units
-    from dlm_export.sources import open_source
+    from dlm_export.judging.verify import check_parity, parity_units
+    from dlm_export.sources import open_source_of
     from dlm_runtime.manifest import check_manifest
 
     with dlm_runtime.open(bundle, engine="none") as opened:
         manifest = opened.manifest
         check_manifest(manifest, bundle)
-        overrides = Overrides(opened.mask_token_id, opened.max_canvas_length)
-        source = open_source(checkpoint, overrides if not (checkpoint / "manifest.json").is_file() else None)
-        check_same_denoiser(bundle, manifest, source.network)
+        source = open_source_of(bundle, manifest, checkpoint)
         if manifest["precision"]["name"] not in graph.PRECISIONS:
             refuse(values, ("prompts",), "is for bundles in fp32 or fp16; samples to judge by go into --data")
             _verify_quantised(bundle, source, values)
             return
         why = "is for quantised bundles; parity has tolerances of its own"
-        refuse(values, (*BUDGETS, "data", "calib_preset", "report"), why)
+        refuse(values, (*BUDGETS, "data", "calib_preset", "report", "force"), why)
         presets = {name: opened.policy(name) for name in manifest["loop"]["presets"]}
         count, prompts = values["count"], values["prompts"]
         if prompts is None:
@@ -135,17 +136,25 @@ def _judging(values: dict[str, Any]) -> JudgingOptions:
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
     from dlm_export.judging import accuracy
+    from dlm_export.judging.judge import check_budgets
+    from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE
 
-    with Bars() as bars:
-        judgement = accuracy.judge_bundle(bundle, source, _judging(values), bars, warn)
-    if values["report"] is not None:
-        for path in accuracy.write_files(values["report"], bundle, judgement):
+    folder: Path | None = values["report"]
+    if folder is None:
+        refuse(values, ("force",), "is for --report")
+    with nullcontext() if folder is None else accuracy.claimed_files(folder, force=bool(values["force"])) as files:
+        with Bars() as bars:
+            judgement = accuracy.judge_bundle(bundle, source, _judging(values), bars, warn)
+        if files is not None:
+            accuracy.write_files(files, bundle, judgement)
+    if folder is not None:
+        for path in (folder / ACCURACY_FILE, folder / REPORT_FILE):
             click.echo(f"{path} {format_bytes(path.stat().st_size)}", err=True)
     if values["as_json"]:
         print_json(judgement.as_dict())
     else:
         print_judgement(judgement)
-    accuracy.check_budgets(judgement, str(bundle))
+    check_budgets(judgement, str(bundle))
 
 
 @click.command()
@@ -161,6 +170,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
     from dlm_export.judging import accuracy
+    from dlm_export.judging.judge import check_budgets
 
     with Bars() as bars:
         judgement = accuracy.compare_bundles(reference, candidate, _judging(values), bars, warn)
@@ -168,12 +178,12 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
         print_json(judgement.as_dict())
     else:
         print_judgement(judgement)
-    accuracy.check_budgets(judgement, str(candidate))
+    check_budgets(judgement, str(candidate))
 
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=CHECKPOINT)
-@click.option("-o", "--output", required=True, type=CHECKPOINT, help="File of the page to write, such as compare.html.")
+@click.option("-o", "--output", required=True, type=OUTPUT, help="File of the page to write, such as compare.html.")
 @click.option("--force", is_flag=True, help="Replace the page that is there.")
 @click.option("--speed", is_flag=True, help="Time them here as well, taking turns; all are open at once.")
 @click.option("--rounds", type=click.IntRange(3, 1000), help="Generations of each that are timed.  [default: 5]")
@@ -188,23 +198,22 @@ def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o build/compare.html
     """
-    from dlm_export.bundle import OutputError
     from dlm_export.judging import comparison
     from dlm_export.judging.report import require_matplotlib
+    from dlm_export.outputs import claimed_file
     from dlm_export.planning import bench
     from dlm_export.targets import this_machine
 
     if not speed:
         refuse(values, ("rounds", "preset"), "is for timing, which --speed asks for")
-    if output.exists() and not force:
-        raise OutputError(f"{output} exists. Pass --force to replace it.")
     require_matplotlib()
-    entries, speeds, machine = comparison.read_entries(bundles), None, None
-    if speed:
-        options = bench.BenchOptions(**values | {"rounds": values["rounds"] or 5})
-        with Bars() as bars:
-            speeds, machine = bench.side_by_side(bundles, options, bars), this_machine()
-    comparison.write_comparison(output, entries, speeds, machine)
+    with claimed_file(output, force=force) as page:
+        entries, speeds, machine = comparison.read_entries(bundles), None, None
+        if speed:
+            options = bench.BenchOptions(**values | {"rounds": values["rounds"] or 5})
+            with Bars() as bars:
+                speeds, machine = bench.side_by_side(bundles, options, bars), this_machine()
+        comparison.write_comparison(page, entries, speeds, machine)
     if as_json:
         print_json({"bundles": comparison.rows_of(entries, speeds), "machine": machine})
     click.echo(f"{output} {format_bytes(output.stat().st_size)}", err=as_json)

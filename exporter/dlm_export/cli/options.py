@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +20,21 @@ if TYPE_CHECKING:
     from dlm_export.judging.judge import Budgets
     from dlm_export.tensorrt.estimate import EngineOptions
 
-CHECKPOINT = click.Path(path_type=Path)
+
+class _File(click.Path):
+    """A file to read. No pipe, which could keep a command waiting for ever, and no device."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if os.path.lexists(path) and not os.path.isfile(path):
+            self.fail(f"{click.format_filename(path)!r} is not a plain file.", param, ctx)
+        return path
+
+
+# What is read has to be there, which is told before anything is loaded.
+CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = _File(exists=True, dir_okay=False, path_type=Path)
+OUTPUT = click.Path(path_type=Path)
 
 SOURCE_OPTIONS = (
     click.option("--mask-token-id", type=click.IntRange(0), help="Id of the mask token, where the checkpoint does not say it."),
@@ -63,12 +78,12 @@ _BUDGET_OPTIONS = (
     click.option("--min-task", type=click.FloatRange(0, 1), help="Budget: share of answers right, where the data has answers."),
 )
 JUDGE_OPTIONS = (
-    click.option("--data", type=CHECKPOINT, help="JSONL or text to judge by.  [default: the source's]"),
+    click.option("--data", type=FILE, help="JSONL or text to judge by.  [default: the source's]"),
     *_SAMPLE_OPTIONS,
     *_BUDGET_OPTIONS,
 )
 QUANTISE_OPTIONS = (
-    click.option("--calib", type=CHECKPOINT, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
+    click.option("--calib", type=FILE, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
     *_SAMPLE_OPTIONS,
     click.option("--calib-samples", type=click.IntRange(1, 100000), default=128, show_default=True, help="Prompts to run."),
     click.option("--calib-states", type=click.IntRange(1, 1000), default=8, show_default=True, help="Canvases a prompt."),
@@ -96,9 +111,7 @@ ENGINE_OPTIONS = (
         help="Tokens of the longest cached pass, and most rows scored.  [default: the loop's]",
     ),
     click.option("--workspace", type=click.IntRange(1), help="MiB that a layer may take as scratch.  [default: 1024]"),
-    click.option(
-        "--timing-cache", type=CHECKPOINT, help="File of TensorRT's timings, read and written: later builds are quicker."
-    ),
+    click.option("--timing-cache", type=OUTPUT, help="File of TensorRT's timings, read and written: later builds are quicker."),
     click.option(
         "--builder", type=click.Choice(["tensorrt_rtx", "tensorrt"]), help="Insist on one.  [default: what builds here]"
     ),
@@ -107,7 +120,7 @@ ENGINE_OPTIONS = (
     ),
 )
 OUTPUT_OPTIONS = (
-    click.option("-o", "--output", required=True, type=CHECKPOINT, help="Folder of the bundle to write."),
+    click.option("-o", "--output", required=True, type=OUTPUT, help="Folder of the bundle to write."),
     click.option(
         "--target",
         help="Device, or GPUs with commas; `dlm-export targets` lists them.  [default: those of a bundle; of a checkpoint cpu]",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides, refuse, split
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options, overrides, refuse, split
 from dlm_export.cli.printing import format_bytes, one_line, print_json, print_table
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 @click.option("--new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
 @click.option("--batch", type=click.IntRange(1, 65536), default=1, show_default=True, help="Canvases in a pass.")
 @click.option("--price-per-hour", help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.")
-@click.option("--measured", type=CHECKPOINT, help="What `dlm-export bench --json` printed here: calibrates the cpu.")
-@click.option("--plot", type=CHECKPOINT, help="File (.png, .svg) for the growth with canvas, batch and size.")
+@click.option("--measured", type=FILE, help="What `dlm-export bench --json` printed here: calibrates the cpu.")
+@click.option("--plot", type=OUTPUT, help="File (.png, .svg) for the growth with canvas, batch and size.")
 @click.option("--force", is_flag=True, help="Replace the plot that is there.")
 @options(SOURCE_OPTIONS)
 @json_option
@@ -59,17 +60,17 @@ def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_jso
         tokens_per_pass=_numbers("--tokens-per-pass", values["tokens_per_pass"], float),
         prices=_prices(values["price_per_hour"], [target.name for target in targets]),
     )
+    with nullcontext() if plot is None else planner.claimed_plot(plot, force=force) as drawing:
+        measured = None if values["measured"] is None else read_measured(values["measured"])
+        if source is None:
+            shapes = [scaled_shape(size) for size in split(values["sizes"]) or [""]]
+        else:
+            shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, values))]
+        precisions = None if values["precisions"] is None else split(values["precisions"]) or [""]
+        made = planner.make_plan(shapes, targets, request, precisions, measured)
+        if drawing is not None:
+            planner.save_plot(drawing, made)
     if plot is not None:
-        planner.check_plot(plot, force=force)
-    measured = None if values["measured"] is None else read_measured(values["measured"])
-    if source is None:
-        shapes = [scaled_shape(size) for size in split(values["sizes"]) or [""]]
-    else:
-        shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, values))]
-    precisions = None if values["precisions"] is None else split(values["precisions"]) or [""]
-    made = planner.make_plan(shapes, targets, request, precisions, measured)
-    if plot is not None:
-        planner.save_plot(plot, made)
         click.echo(f"{plot} {format_bytes(plot.stat().st_size)}", err=True)
     if as_json:
         print_json(made.as_dict())

@@ -1,47 +1,39 @@
-"""What a quantised bundle costs: the judge's figures, which layers cause them, and the budgets they must keep."""
+"""What a quantised bundle costs: the judge's figures, against its source or against another bundle.
+
+Two bundles are compared where there is no torch: what a source in torch needs is imported where it is opened.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import dlm_runtime
 from dlm_calibration.metrics import summarise
-from dlm_calibration.recipes import HIGH
-from dlm_calibration.states import Sample, State
-from dlm_export import families
+from dlm_calibration.states import Sample
 from dlm_export.bundle import network_of, read_manifest
-from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES
 from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
-from dlm_export.judging.predictors import BundlePredictor, Predictor, TorchPredictor, check_comparable
-from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
+from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor
+from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, require_matplotlib, write_report
 from dlm_export.judging.threshold import Refit, refit_steps, refit_threshold
-from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.outputs import TakenError, claimed_file
 from dlm_export.progress import Progress
-from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
-from dlm_export.sources import Source
-from dlm_runtime.errors import BundleError, DlmError
+from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
-from dlm_runtime.manifest import check_manifest
+from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
-SWEPT_STATES = 16  # of a sensitivity sweep
-FRONTIER = 0.9  # probability from which a masked position counts as about to commit
+if TYPE_CHECKING:
+    from dlm_export.quantising import calibrate
+    from dlm_export.sources import Source
 
-
-class AccuracyError(DlmError):
-    """A stated accuracy budget is exceeded."""
-
-    exit_code = 3
+_MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
 
 
 def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
@@ -63,6 +55,12 @@ def judge_source(
     on_done: Callable[[], None],
 ) -> Judgement:
     """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is small."""
+    import torch
+
+    from dlm_export import families
+    from dlm_export.judging.torch_predictor import TorchPredictor
+    from dlm_export.quantising import calibrate
+
     c = source.network
     reference = TorchPredictor(families.load(source.parameters, c), "fp32")
     floor = None
@@ -154,8 +152,8 @@ def compare_bundles(
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
+        _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
         sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
-        check_comparable(*sides)  # before any data is read
         data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
         for doubt in data.doubts(option="--data"):
             warn(doubt)
@@ -165,6 +163,21 @@ def compare_bundles(
         progress.start("judge", judge_units(samples))
         result = _judge(*sides, samples, c, policy, second, options.data.seed, None, progress.advance)
     return replace(result, layers=_known_layers(candidate)).with_budgets(options.budgets)
+
+
+def _check_one_source(
+    reference: Path, first: Mapping[str, Any], candidate: Path, second: Mapping[str, Any], warn: Callable[[str], None]
+) -> None:
+    """JudgeError if two bundles describe two networks; a warning if they were built from one under two configurations."""
+    found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
+    if found is not None:
+        raise JudgeError(f"{candidate} is another denoiser than {reference}: {found}. Compare bundles of one checkpoint.")
+    configs = [manifest.get("source", {}).get("config_sha256") for manifest in (first, second)]
+    if None not in configs and configs[0] != configs[1]:
+        warn(
+            f"{candidate} was built from another config.json than {reference} (SHA-256 {configs[1]}, not {configs[0]}): what "
+            "differs may be two checkpoints, not two precisions"
+        )
 
 
 def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
@@ -188,26 +201,32 @@ def _known_layers(folder: Path) -> list[dict[str, Any]]:
 def _recorded(bundle: Path) -> dict[str, Any]:
     """accuracy.json of a bundle, empty where it has none. Raises BundleError."""
     path = bundle / ACCURACY_FILE
-    return read_object(path, CONFIG_LIMIT_BYTES, BundleError) if path.exists() else {}
+    return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 
 
-def write_files(folder: Path, bundle: Path, judgement: Judgement) -> list[Path]:
-    """accuracy.json and report.html of a judgement into ``folder``; what its build recorded beside goes along."""
+@contextmanager
+def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
+    """Where to ``write_files`` what is to become accuracy.json and report.html of ``folder``: see ``outputs.claimed``.
+
+    Raises TakenError for a bundle's folder, whose own files these are; ReportError without matplotlib.
+    """
+    if (folder / MANIFEST_FILE).exists():
+        raise TakenError(f"{folder} is a bundle, and its files stay as they were built. Choose another folder for the report.")
+    require_matplotlib()
+    with (
+        claimed_file(folder / ACCURACY_FILE, force=force) as accuracy,
+        claimed_file(folder / REPORT_FILE, force=force) as report,
+    ):
+        yield accuracy, report
+
+
+def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
+    """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build recorded goes along."""
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = _recorded(bundle) | {"judgement": judgement.as_dict()}
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / ACCURACY_FILE, folder / REPORT_FILE]
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
     sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     write_report(paths[1], manifest, accuracy, sizes, judgement.speed)
-    return paths
-
-
-def check_budgets(judgement: Judgement, where: str) -> None:
-    """Raises AccuracyError with the budgets missed, the worst bucket and the worst layers."""
-    if judgement.passed:
-        return
-    raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")
 
 
 def fit_threshold(
@@ -219,6 +238,9 @@ def fit_threshold(
     on_done: Callable[[], None],
 ) -> Refit:
     """Whether the bundle wants another threshold than its source; on samples that are not judged by."""
+    from dlm_export import families
+    from dlm_export.judging.torch_predictor import TorchPredictor
+
     c, policy = source.network, source.presets[preset]
     return refit_threshold(
         TorchPredictor(families.load(source.parameters, c), "fp32"),
@@ -231,55 +253,6 @@ def fit_threshold(
         seed=seed,
         on_done=on_done,
     )
-
-
-class Sweep:
-    """What single layers lose when they alone are quantised: mean KL on masked positions, and on those about to commit."""
-
-    def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
-        self.denoiser = denoiser
-        self.states = [state for state in states if state.mask_ratio > 0]
-        picked = np.linspace(0, len(self.states) - 1, min(SWEPT_STATES, len(self.states))).astype(int)
-        self.states = [self.states[i] for i in dict.fromkeys(picked.tolist())]
-        self.expected = [self._log_probs(state) for state in self.states]
-
-    @torch.no_grad()
-    def _log_probs(self, state: State) -> Tensor:
-        c = self.denoiser.network
-        features, _ = self.denoiser.hidden(*calibrate.batch(state))
-        masked = torch.from_numpy(np.flatnonzero(state.canvas == c.mask_token_id))
-        logits = self.denoiser.project(features[0, (masked - c.shift).clamp(min=0)]).float()
-        logits[:, c.mask_token_id] = -torch.inf
-        return logits.log_softmax(-1)
-
-    def loss(self, done: calibrate.Quantisation, layers: Sequence[str]) -> tuple[float, float]:
-        """``(kl, frontier_kl)`` in nats a position with ``layers`` quantised."""
-        undo = calibrate.simulate(self.denoiser, done, layers)
-        all_kl, frontier_kl = [], []
-        for state, expected in zip(self.states, self.expected, strict=True):
-            found = self._log_probs(state)
-            probs = expected.exp()
-            kl = torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
-            best = probs.max(-1).values
-            is_frontier = (best >= FRONTIER) | (best == best.max())
-            all_kl.append(kl)
-            frontier_kl.append(kl[is_frontier])
-        undo()
-        return float(torch.cat(all_kl).mean()), float(torch.cat(frontier_kl).mean())
-
-
-def layer_losses(
-    denoiser: Denoiser, done: calibrate.Quantisation, states: Sequence[State], on_done: Callable[[], None]
-) -> list[dict[str, Any]]:
-    """Every quantised layer's loss alone, as the report shows it. ``denoiser`` is the folded one, in fp32."""
-    sweep = Sweep(denoiser, states)
-    rows = []
-    for layer, name in done.formats.items():
-        if name != HIGH:
-            kl, frontier_kl = sweep.loss(done, [layer])
-            rows.append({"layer": layer, "format": name, "kl": kl, "frontier_kl": frontier_kl})
-        on_done()
-    return rows
 
 
 def judge_units(samples: Sequence[Sample]) -> int:

@@ -17,8 +17,10 @@ from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.graph.quantise import misfit
-from dlm_export.judging.accuracy import Sweep, masked_loss
-from dlm_export.judging.predictors import TorchPredictor
+from dlm_export.judging.accuracy import masked_loss
+from dlm_export.judging.judge import AccuracyError
+from dlm_export.judging.sensitivity import Sweep
+from dlm_export.judging.torch_predictor import TorchPredictor
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.sources import Source
@@ -97,7 +99,7 @@ def search(
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
     A layer whose shape does not suit a format goes without it; ``for_tensorrt``: TensorRT takes fewer shapes. Deterministic for
-    the same arguments. Raises RecipeError if not even the first move keeps the budget.
+    the same arguments. Raises AccuracyError if not even the first move keeps the budget.
     """
     budget = DEFAULT_BUDGET if budget is None else budget
     layers = searched(source.network)
@@ -142,7 +144,7 @@ def search(
         measured[middle] = measure(path[middle])
         low, high = (middle, high) if measured[middle] <= budget else (low, middle)
     if low == 0:
-        raise RecipeError(
+        raise AccuracyError(
             f"no assignment of {', '.join(formats)} keeps the masked cross-entropy within {budget:.2%}: allow more "
             "(--max-ce-increase) or other formats (--auto-formats)"
         )

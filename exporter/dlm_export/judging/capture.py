@@ -32,7 +32,7 @@ from dlm_export.judging.golden import Golden, Provenance
 from dlm_export.judging.parity import check_host_memory, make_canvases, random_prompts, read_prompts
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Silent
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.tokenizer import Tokenizer
 
@@ -47,7 +47,15 @@ CODE_LIMIT_BYTES = 4 << 20  # of one file of Python
 
 
 class CaptureError(DlmError):
-    """The released code is not there, not trusted, or does not run here."""
+    """The released code is not there, not trusted, or not to be run from where it is."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+class ReleasedCodeError(CaptureError):
+    """The released code does not run here, or gives nothing that proves anything: in another version it may."""
+
+    exit_code = ExitCode.COULD_NOT
 
 
 @dataclass(frozen=True)
@@ -209,21 +217,21 @@ def _version() -> tuple[int, ...]:
 
 
 def _transformers() -> Any:
-    """The package. Raises CaptureError where it is missing or too old."""
+    """The package. Raises ReleasedCodeError where it is missing or too old."""
     try:
         if _version() < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            raise CaptureError(f"{PACKAGE} {metadata.version(PACKAGE)} is too old, {oldest} or later is needed: {INSTALL}")
+            raise ReleasedCodeError(f"{PACKAGE} {metadata.version(PACKAGE)} is too old, {oldest} or later is needed: {INSTALL}")
         return importlib.import_module(PACKAGE)
     except ModuleNotFoundError as err:
-        raise CaptureError(f"capture needs {err.name}, which is not installed: {INSTALL}") from err
+        raise ReleasedCodeError(f"capture needs {err.name}, which is not installed: {INSTALL}") from err
 
 
 class _Released:
     """The class of ``choice`` with the checkpoint's weights, in fp32 and evaluation mode."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, vocab_size: int) -> None:
-        """Raises CaptureError for whatever the class does instead of loading."""
+        """Raises ReleasedCodeError for whatever the class does instead of loading."""
         self.checkpoint, self.choice, self.vocab_size = checkpoint, choice, vocab_size
         transformers = _transformers()
         transformers.logging.set_verbosity_error()
@@ -252,12 +260,12 @@ class _Released:
         self.model.eval()
         self.takes = inspect.signature(self.model.forward).parameters
 
-    def _failure(self, what: str, err: Exception) -> CaptureError:
+    def _failure(self, what: str, err: Exception) -> ReleasedCodeError:
         written = self.checkpoint.config.get("transformers_version")
         hint = f" Its config.json is of {PACKAGE} {written[:20]}: try that version." if isinstance(written, str) else ""
         reason = " ".join(f"{type(err).__name__}: {err}".split())[:500]
         found = metadata.version(PACKAGE)
-        return CaptureError(f"{self.checkpoint.path}: {self.choice.name} {what} with {PACKAGE} {found} ({reason}).{hint}")
+        return ReleasedCodeError(f"{self.checkpoint.path}: {self.choice.name} {what} with {PACKAGE} {found} ({reason}).{hint}")
 
     def _check_weights(self, loading: dict[str, Any]) -> None:
         """A class that was left with random weights, or left some unread, proves nothing."""
@@ -266,14 +274,14 @@ class _Released:
             names = sorted(str(name) for name in loading.get(kind, ()) if not str(name).endswith("rotary_emb.inv_freq"))
             if names:
                 more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-                raise CaptureError(
+                raise ReleasedCodeError(
                     f"{self.checkpoint.path}: {self.choice.name} {said} {', '.join(names[:_LISTED])}{more}: it is not the "
                     "class of these weights"
                 )
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Raw logits fp32 ``[L, V]`` of one canvas ``[L]``. Raises CaptureError."""
+        """Raw logits fp32 ``[L, V]`` of one canvas ``[L]``. Raises ReleasedCodeError."""
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
@@ -284,17 +292,17 @@ class _Released:
         except Exception as err:
             raise self._failure("does not run", err) from err
         if tuple(out.shape) != (1, length, self.vocab_size):
-            raise CaptureError(
+            raise ReleasedCodeError(
                 f"{self.checkpoint.path}: {self.choice.name} gives logits {list(out.shape)}, expected "
                 f"{[1, length, self.vocab_size]}"
             )
         logits: np.ndarray = out[0].float().numpy()
         if not np.isfinite(logits).all():
-            raise CaptureError(f"{self.checkpoint.path}: {self.choice.name} gives NaN or infinite logits")
+            raise ReleasedCodeError(f"{self.checkpoint.path}: {self.choice.name} gives NaN or infinite logits")
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Raises CaptureError if the first position of a canvas ``[L]`` does not see what comes later.
+        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` does not see what comes later.
 
         Tried with the last position of a trunk, which must see all, and with the second of a class that has rules of its own.
         """
@@ -302,7 +310,7 @@ class _Released:
         place = len(tokens) - 1 if self.choice.kind == golden.TRUNK else min(1, len(tokens) - 1)
         changed[place] = (changed[place] + 1) % self.vocab_size
         if np.array_equal(self.logits(tokens)[0], self.logits(changed)[0]):
-            raise CaptureError(
+            raise ReleasedCodeError(
                 f"{self.checkpoint.path}: {self.choice.name} attends causally with {PACKAGE} {metadata.version(PACKAGE)}: "
                 f"position 0 does not see position {place}. A denoiser sees what comes later; try another version."
             )

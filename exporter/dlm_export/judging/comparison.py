@@ -17,7 +17,7 @@ from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging import figures
 from dlm_export.judging.figures import TradePoint
 from dlm_export.judging.report import ACCURACY_FILE, write_page
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = 1e-3  # of the reference's, relative: what one machine's arithmetic and another's may differ by
@@ -26,7 +26,7 @@ SAME_LOSS = 1e-3  # of the reference's, relative: what one machine's arithmetic 
 class ComparisonError(DlmError):
     """Bundles that no page may put side by side."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)

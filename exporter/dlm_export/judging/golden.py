@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zipfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
@@ -29,11 +29,12 @@ from typing import IO, Any
 import numpy as np
 
 import dlm_runtime
-from dlm_export.bundle import OutputError, read_manifest
+from dlm_export import outputs
+from dlm_export.bundle import read_manifest
 from dlm_export.graph import PRECISIONS
 from dlm_export.judging.parity import TOLERANCES, Canvas, Parity, compare_logits
 from dlm_export.progress import Progress, Silent
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
@@ -56,6 +57,8 @@ _ARRAYS = {
 
 class GoldenError(DlmError):
     """A golden file is missing, damaged, of another version, or not of the bundle that it should judge."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
@@ -163,16 +166,15 @@ def _check_same(folder: Path, manifest: Mapping[str, Any], path: Path, golden: G
 # ---- Writing ----
 
 
-def check_output(path: Path, *, force: bool) -> None:
-    """Raises OutputError for a name without ``SUFFIX``, and for one that is taken, without ``force``."""
+def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
+    """Where to ``save`` what is to become ``path``: see ``outputs.claimed``. GoldenError for a name without ``SUFFIX``."""
     if path.suffix != SUFFIX:
-        raise OutputError(f"{path}: end its name in {SUFFIX}")
-    if path.exists() and not force:
-        raise OutputError(f"{path}: exists already. Pass --force to replace it.")
+        raise GoldenError(f"{path}: end its name in {SUFFIX}")
+    return outputs.claimed_file(path, force=force)
 
 
 def save(path: Path, golden: Golden) -> None:
-    """Write a golden file under a temporary name, then move it into place. Raises OutputError."""
+    """Write a golden file, to a path of ``claimed``. Raises OSError."""
     provenance = json.dumps({"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False)
     arrays = {
         "provenance": np.frombuffer(provenance.encode(), np.uint8),
@@ -183,15 +185,8 @@ def save(path: Path, golden: Golden) -> None:
         "row_counts": np.array([len(canvas.rows) for canvas in golden.canvases], np.int64),
         "logits": np.concatenate(golden.logits, dtype=np.float32),
     }
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(new, path)
-    except OSError as err:
-        raise OutputError(f"{path}: cannot be written ({err.strerror or err})") from err
-    finally:
-        new.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 # ---- Reading ----

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Commitment, Decode, Frontier, Run
 from dlm_calibration.states import MASK_RATIOS, Sample, mask_share, pad_to_blocks, samples_sha256
 from dlm_export.judging.predictors import JudgeError, Predictor, check_comparable, finite_logits
-from dlm_export.network.reference import Canvas, Turn, choose_in, turns
+from dlm_export.network.turns import Canvas, Turn, choose_in, turns
 from dlm_runtime import Policy
+from dlm_runtime.errors import DlmError, ExitCode
 
 WORST_LAYERS = 3  # named when a budget is missed
+Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
+"""``Predictor.scores``."""
 
 
 # --- Masked positions ---
@@ -121,12 +123,13 @@ def frontier_states(canvases: Sequence[Canvas], policy: Policy, shift: int) -> I
         yield FrontierState(canvas.tokens, next(ahead), float(undecided[origin:].mean()))
 
 
-def predict_commitment(predictor: Predictor, state: FrontierState, policy: Policy) -> Commitment:
-    """What a denoiser would commit here, from a full pass: what a cache would have kept from earlier passes is left out."""
+def predict_commitment(predictor: Predictor, state: FrontierState, policy: Policy, scores: Scores) -> Commitment:
+    """What a denoiser would commit here, from a full pass: what a cache would have kept from earlier passes is left out.
+
+    ``scores`` of one side's loop serve both, so that thresholds compare with values that were computed the same way.
+    """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
-    # In fp32 and in torch, as the reference loop scores: thresholds compare with the same values.
-    probs = torch.from_numpy(logits).softmax(-1)
-    return Commitment(logits, logits.argmax(-1), choose_in(state.turn, probs, policy).numpy())
+    return Commitment(logits, logits.argmax(-1), choose_in(state.turn, scores(state.turn, logits, policy), policy))
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
@@ -136,6 +139,12 @@ def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tu
 
 
 # --- The judgement ---
+
+
+class AccuracyError(DlmError):
+    """A stated accuracy budget is exceeded."""
+
+    exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
@@ -242,6 +251,13 @@ class Judgement:
         }
 
 
+def check_budgets(judgement: Judgement, where: str) -> None:
+    """Raises AccuracyError with the budgets missed, the worst bucket and the worst layers."""
+    if judgement.passed:
+        return
+    raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")
+
+
 def _sensitivity(row: Mapping[str, Any]) -> float:
     value = row["kl"] if row["frontier_kl"] is None else row["frontier_kl"]
     return float(value or 0.0)
@@ -301,8 +317,8 @@ def judge(
         prompts.append(decode(prompt) if sample.prompt is None else sample.prompt)
         *seen, finished = reference.states(prompt, room, policy)
         for state in frontier_states(seen, policy, reference.shift):
-            ours_now, theirs_now = (predict_commitment(side, state, policy) for side in (candidate, reference))
-            frontier.add(state.mask_ratio, theirs_now, ours_now)
+            theirs_now = predict_commitment(reference, state, policy, reference.scores)
+            frontier.add(state.mask_ratio, theirs_now, predict_commitment(candidate, state, policy, reference.scores))
         written, nfe = candidate.generate(prompt, room, policy)
         for side, tokens, passes in zip(runs, (finished.tokens.tolist(), written), (len(seen), nfe), strict=True):
             side.append(metrics.as_run(tokens, prompt, passes, reference.eos_token_ids, decode))

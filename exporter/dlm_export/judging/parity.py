@@ -17,7 +17,7 @@ import numpy as np
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
 from dlm_export import targets
 from dlm_runtime import Bundle
-from dlm_runtime.errors import DlmError, RequestError
+from dlm_runtime.errors import DlmError, ExitCode, RequestError
 from dlm_runtime.files import read_text
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOGITS = "logits"  # what a row of parts calls the network's end
 class ParityError(DlmError):
     """The bundle does not compute what its reference computes."""
 
-    exit_code = 3
+    exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: a denoiser in torch under the reference loop, or a bundle under the native one.
+"""The sides of a comparison, and a bundle under the native loop as one; ``torch_predictor`` is the other kind.
 
 A denoiser sees one canvas a pass here, as on the device: dynamic activation ranges must not depend on what else is in a batch.
 """
@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from dlm_export.network import reference as loop
-from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.reference import Canvas
+from dlm_export.network.turns import Canvas, Turn, is_by_entropy, random_scores, start_canvas
 from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, Policy
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 
 class JudgeError(DlmError):
     """Two denoisers that cannot be compared, or data that cannot judge them."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class Predictor(Protocol):
@@ -45,36 +44,8 @@ class Predictor(Protocol):
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """The canvas that each pass saw, and behind them the finished one: NFE + 1 canvases."""
 
-
-class TorchPredictor:
-    """A torch denoiser under the reference loop."""
-
-    def __init__(self, denoiser: Denoiser, name: str) -> None:
-        c = denoiser.network
-        self.denoiser, self.name = denoiser, name
-        self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
-        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
-
-    @torch.no_grad()
-    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """See ``Predictor``. Only the rows asked for pass the head, as in a graph with score_rows."""
-        ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0)
-        features = self.denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))[0][0]
-        if rows is not None:
-            features = features[torch.from_numpy(np.asarray(rows, np.int64))]
-        out: np.ndarray = self.denoiser.project(features).float().numpy()
-        return out
-
-    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
-        """See ``Predictor``."""
-        done = loop.generate(self.denoiser, tokens, policy, max_new_tokens)
-        return done.tokens, done.nfe
-
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        """See ``Predictor``."""
-        seen = [loop.start_canvas(tokens, max_new_tokens, self.mask_token_id)]
-        done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
-        return [*seen[: done.nfe], Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))]
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """How sure this side's loop is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``."""
 
 
 class BundlePredictor:
@@ -102,7 +73,11 @@ class BundlePredictor:
         """See ``Predictor``."""
         events = self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
         after = [Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events]
-        return [loop.start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
+        return [start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
+
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """See ``Predictor``."""
+        return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
         """What ``generate`` took so far, and on what; None where nothing ran, or where a CPU simulated the formats."""
@@ -113,6 +88,21 @@ class BundlePredictor:
         machine = {name: value for name, value in this_machine().items() if name in ("processor", "cores", "gpu_sm")}
         times = {"ms_per_pass": 1e3 * seconds / passes, "ms_per_prompt": 1e3 * seconds / len(self._spent)}
         return {"prompts": len(self._spent), "passes": passes, **times, "engine": self.bundle.engine, **machine}
+
+
+def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+    """``reference.scores`` in numpy, for machines without torch: float64 ``[M]`` from logits fp32 ``[M, V]``."""
+    if policy.score == "random" and not is_by_entropy(policy):
+        return random_scores(turn, policy)
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    probs = powers / powers.sum(-1, keepdims=True)
+    if is_by_entropy(policy):
+        found = (probs * np.log(probs + np.float32(1e-10))).sum(-1)
+    else:
+        best = np.partition(probs, -2, axis=-1)[:, -2:]
+        found = best[:, 1] - best[:, 0] if policy.score == "margin" else best[:, 1]
+    surer: np.ndarray = found.astype(np.float64)
+    return surer
 
 
 def check_comparable(reference: Predictor, candidate: Predictor) -> None:

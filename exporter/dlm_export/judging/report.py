@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from dlm_calibration.metrics import is_told_from_zero
 from dlm_calibration.recipes import HIGH
+from dlm_export import outputs
 from dlm_export.judging import figures
 from dlm_export.judging.figures import as_change, as_number, as_percent, finite, printable
 from dlm_runtime.errors import DlmError
@@ -69,12 +69,10 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_text(html, encoding="utf-8")
-        os.replace(temporary, path)
+        with outputs.replaced(path) as new:
+            new.write_text(html, encoding="utf-8")
     except OSError as err:
-        temporary.unlink(missing_ok=True)
         raise ReportError(f"{path}: cannot write the report ({err.strerror})") from err
 
 

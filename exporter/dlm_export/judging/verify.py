@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS
-from dlm_export.bundle import network_of
 from dlm_export.judging.parity import TOLERANCES, Canvas, LoopRow, Parity, compare_logits, make_canvases, random_prompts
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Policy
-from dlm_runtime.errors import DlmError, RequestError
+from dlm_runtime.errors import RequestError
 
 PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
 
@@ -90,20 +88,6 @@ def check_parity(
 def parity_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
     """How often ``check_parity`` advances its progress."""
     return 2 * (len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1)))
-
-
-def check_same_denoiser(folder: Path, manifest: dict[str, Any], network: NetworkSpec) -> None:
-    """DlmError if a bundle's manifest describes another denoiser than a checkpoint's."""
-    theirs = network_of(manifest)
-    for name in network.__dataclass_fields__:
-        ours, found = getattr(network, name), getattr(theirs, name)
-        if name == "layers" and len(ours) == len(found) and ours != found:
-            i = next(i for i, pair in enumerate(zip(ours, found, strict=True)) if pair[0] != pair[1])
-            name, ours, found = f"layer {i}", ours[i], found[i]
-        elif name == "layers":
-            name, ours, found = "number of layers", len(ours), len(found)
-        if ours != found:
-            raise DlmError(f"{folder}: built from another checkpoint: its {name} is {found}, the checkpoint's is {ours}")
 
 
 def make_cases(bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Case]:

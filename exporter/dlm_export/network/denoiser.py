@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RotaryTable, rotary_table
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
 """What turns heads by position: cosines and sines ``[positions, D / 2]``, position ids ``[B, T]``."""
@@ -25,6 +25,8 @@ Past = tuple[Tensor, Tensor]
 
 class UnbuiltNetworkError(DlmError):
     """A description says something that this version does not build."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 def check_built(network: NetworkSpec) -> None:

@@ -4,15 +4,13 @@ It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, al
 (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487: timestep schedule, entropy and
 margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded sampling (arXiv:2505.24857).
 
-``turns`` keeps the books of blocks and steps for whoever runs the passes; ``generate`` runs them.
-
-Rules that the papers leave open: every step commits at least one token; the mask token is never predicted; equal
-predictions take the lowest id; equal scores commit left to right. Scores compare with thresholds in float64.
+``turns`` keeps the books of blocks and steps and says what commits; this runs the passes. The papers leave open what is ruled
+there, and here: the mask token is never predicted; equal predictions take the lowest id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.turns import Canvas, Turn, choose_in, is_by_entropy, random_scores, start_canvas, turns
 from dlm_runtime.policy import Policy
 
 Past = list[tuple[Tensor, Tensor]]
@@ -33,152 +32,17 @@ class Reference:
     nfe: int
 
 
-def transfer_counts(masked: int, steps: int) -> list[int]:
-    """Split ``masked`` positions over ``steps`` as evenly as integers allow, larger counts first.
-
-    Raises ValueError if ``steps < 1``. The schedule of LLaDA (arXiv:2502.09992, algorithm 4).
-    """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    return [masked // steps + (k < masked % steps) for k in range(steps)]
-
-
-def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """How many of ``masked`` positions Dream commits at ``step`` of ``steps``: the schedule's share, all at the last."""
-    if step >= steps - 1:
-        return masked
-    t = torch.linspace(1, eps, steps + 1)
-    return max(1, int(masked * (1 - t[step + 1] / t[step])))
-
-
-def philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word counter."""
-    k0, k1, c = key & 0xFFFFFFFF, key >> 32, counter
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = ((p1 >> 32) ^ c[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k1, p0 & 0xFFFFFFFF)
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c
-
-
-def random_score(seed: int, step: int, position: int) -> float:
-    """Uniform in (0, 1), a pure function of its arguments; ``step`` counts the request's passes."""
-    high, low, _, _ = philox(seed, (step, position, 0, 0))
-    return (((high << 32 | low) >> 11) + 0.5) * 2.0**-53
-
-
-def choose(score: Tensor, policy: Policy, count: int) -> Tensor:
-    """Which of the undecided positions to commit: bool ``[M]`` for scores ``[M]`` in order of position.
-
-    ``count`` is what the schedule plans for this step (static, dynamic, timestep, sequential). At least one is chosen.
-    """
-    score = score.double()
-    order = torch.sort(score, descending=True, stable=True).indices
-    ranked = score[order]
-    count = max(1, min(count, len(score)))
-    above = ranked > policy.threshold if policy.compare == ">" else ranked >= policy.threshold
-    if policy.commit in ("static", "timestep"):
-        taken = count
-    elif policy.commit == "sequential":
-        order, taken = torch.arange(len(score)), count
-    elif policy.commit == "threshold":
-        taken = max(1, int(above.sum()))
-    elif policy.commit == "dynamic":
-        taken = max(int(above.sum()), count)
-    elif policy.commit == "factor":
-        taken = 1
-        while taken < len(ranked) and ranked[taken] >= 1 - policy.factor / (taken + 2):
-            taken += 1
-    elif policy.commit == "entropy_bound":
-        taken = 1
-        while taken < len(ranked) and -ranked[:taken].sum() <= policy.entropy_bound:
-            taken += 1
+def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
+    """How sure the policy is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``; higher is surer."""
+    if policy.score == "random" and not is_by_entropy(policy):
+        return random_scores(turn, policy)
+    probs = logits.softmax(-1)
+    if is_by_entropy(policy):
+        found = (probs * (probs + 1e-10).log()).sum(-1)
     else:
-        raise ValueError(f"unknown commit rule {policy.commit!r}")
-    chosen = torch.zeros(len(score), dtype=torch.bool)
-    chosen[order[:taken]] = True
-    return chosen
-
-
-def _is_by_entropy(policy: Policy) -> bool:
-    return policy.commit == "entropy_bound" or policy.score == "entropy"
-
-
-def scores(probs: Tensor, policy: Policy, passes: int, positions: Sequence[int]) -> Tensor:
-    """How sure the policy is of undecided positions, float64 ``[M]``, from probabilities ``[M, V]``; higher is surer.
-
-    ``passes`` were made before this one; they and the positions key the random score.
-    """
-    if _is_by_entropy(policy):
-        return (probs * (probs + 1e-10).log()).sum(-1).double()
-    if policy.score == "random":
-        return torch.tensor([random_score(policy.seed, passes, position) for position in positions], dtype=torch.double)
-    best = probs.topk(2).values
-    return (best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]).double()
-
-
-@dataclass(frozen=True, eq=False)
-class Canvas:
-    """A canvas between two passes: token ids int64 ``[L]``, and which positions are undecided, bool ``[L]``.
-
-    What stands at an undecided position is what the denoiser sees there, and nothing more.
-    """
-
-    tokens: np.ndarray
-    undecided: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """What a loop does with a canvas next: one pass that fills the block ``[start, end)``, and its commit.
-
-    ``passes`` were made before, ``step`` of them for this block. ``positions`` int64 ``[M]`` are the block's undecided ones,
-    ascending; ``planned`` is the schedule's count of commits; ``is_forced``: the first position commits whatever its score.
-    """
-
-    start: int
-    end: int
-    step: int
-    passes: int
-    positions: np.ndarray
-    planned: int
-    is_forced: bool
-
-
-def turns(undecided: np.ndarray, policy: Policy, shift: int, steps: int = 0) -> Iterator[Turn]:
-    """The passes that fill the undecided positions of a canvas, bool ``[L]``: blocks from the first of them on, in order.
-
-    Who takes a turn clears what it committed in ``undecided`` before asking for the next one. ``shift`` is the denoiser's;
-    ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
-    """
-    if not undecided.any():
-        return
-    length, origin = len(undecided), int(undecided.argmax())
-    block_length = policy.block_length or length - origin
-    starts = range(origin, length, block_length)
-    shares = transfer_counts(steps, len(starts)) if steps else [policy.steps_per_block or block_length] * len(starts)
-    passes = 0
-    for start, block_steps in zip(starts, shares, strict=True):
-        end = min(start + block_length, length)
-        counts = transfer_counts(int(undecided[start:end].sum()), block_steps)
-        step = 0
-        while undecided[start:end].any():
-            positions = start + np.flatnonzero(undecided[start:end])
-            planned = counts[step] if step < block_steps else 1
-            if policy.commit == "timestep":
-                planned = timestep_count(len(positions), step, block_steps, policy.timestep_eps)
-            # Later passes over a shifted denoiser lack the row before the block: its first position commits in the opening one.
-            is_forced = step == 0 and policy.cache != "none" and shift == 1 and int(positions[0]) == start
-            yield Turn(start, end, step, passes, positions, planned, is_forced)
-            step, passes = step + 1, passes + 1
-
-
-def choose_in(turn: Turn, probs: Tensor, policy: Policy) -> Tensor:
-    """Which of a turn's positions commit: bool ``[M]``, from their probabilities ``[M, V]``."""
-    score = scores(probs, policy, turn.passes, turn.positions.tolist())
-    if turn.is_forced:
-        score[0] = 0.0 if _is_by_entropy(policy) else 1.0  # a prediction without doubt
-    return choose(score, policy, turn.planned)
+        best = probs.topk(2).values
+        found = best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]
+    return found.double().numpy()
 
 
 class _Run:
@@ -226,16 +90,10 @@ class _Run:
         rows = (positions - c.shift).clamp(min=0) - first
         logits = self.denoiser.project(hidden[rows]).float()
         logits[:, c.mask_token_id] = -torch.inf
-        chosen = choose_in(turn, logits.softmax(-1), self.policy)
-        self.canvas[positions[chosen]] = logits.argmax(-1)[chosen]
-        committed: np.ndarray = turn.positions[chosen.numpy()]
+        chosen = choose_in(turn, scores(turn, logits, self.policy), self.policy)
+        committed: np.ndarray = turn.positions[chosen]
+        self.canvas[torch.from_numpy(committed)] = logits.argmax(-1)[torch.from_numpy(chosen)]
         return committed
-
-
-def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
-    """A request's canvas before its first pass: undecided are the mask tokens among the given ones, and all new ones."""
-    canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
-    return Canvas(canvas, canvas == mask_token_id)
 
 
 def generate(

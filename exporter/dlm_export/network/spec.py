@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 VISIBILITIES = ("full", "block", "causal")
@@ -169,6 +169,11 @@ class NetworkSpec:
         """What stands behind a completion and fills its blocks up; None for a denoiser that has no end token."""
         return next(iter(self.eos_token_ids), None)
 
+    def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
+        """What is not the same in another network, the first of it, in words; None: nothing but what ``but`` names."""
+        names = [field.name for field in fields(self) if field.name not in but]
+        return next(filter(None, (_difference(name, getattr(self, name), getattr(other, name)) for name in names)), None)
+
     # ---- What follows: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -302,6 +307,21 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
         values["norm_eps"],
         tuple(values["norms"]),
     )
+
+
+def _difference(name: str, mine: Any, theirs: Any) -> str | None:
+    """The first difference of two values, the parts of a layer one by one, in words."""
+    if mine == theirs:
+        return None
+    if name == "layers" and len(mine) != len(theirs):
+        name, mine, theirs = "number of layers", len(mine), len(theirs)
+    elif name == "layers":
+        pairs = zip(mine, theirs, strict=True)
+        return next(filter(None, (_difference(f"layer {i}", *pair) for i, pair in enumerate(pairs))))
+    elif is_dataclass(mine) and type(mine) is type(theirs):
+        parts = ((f"{name} {field.name}", getattr(mine, field.name), getattr(theirs, field.name)) for field in fields(mine))
+        return next(filter(None, (_difference(*part) for part in parts)))
+    return f"its {name} is {mine}, the other's {theirs}"
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.roofline import Machine, Rates
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
 
 _MOST_BYTES = 1 << 20
@@ -21,7 +21,7 @@ _Kind = TypeVar("_Kind", int, float, str, "list[Any]", "dict[str, Any]")
 class MeasuredError(DlmError):
     """A file is not what ``dlm-export bench --json`` prints."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)

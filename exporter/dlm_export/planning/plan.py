@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import OutputError
+from dlm_export import outputs
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import Measured, interpolated_ratio
 from dlm_export.planning.roofline import FULL, MatrixKind, Rates, Work, count_work, kinds_of, limit_s, weights_bytes
 from dlm_export.planning.shapes import Precision, Shape, precisions_of, scaled_shape
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 ALL = "all"
 PLOT_SUFFIXES = (".png", ".svg")
@@ -37,7 +37,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 class PlanError(DlmError):
     """A plan was asked for that cannot be made as asked."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 def generation_passes(
@@ -424,24 +424,27 @@ def make_plan(
 # ---- The plot ----
 
 
-def check_plot(path: Path, *, force: bool) -> None:
-    """Raises PlanError for a name that says no kind of picture, OutputError for one that is taken, without ``force``."""
+def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
+    """Where to ``save_plot`` what is to become ``path``: see ``outputs.claimed``.
+
+    Raises PlanError for a name that says no kind of picture.
+    """
     if path.suffix not in PLOT_SUFFIXES:
         raise PlanError(f"--plot {path}: end its name in {' or '.join(PLOT_SUFFIXES)}")
-    if path.exists() and not force:
-        raise OutputError(f"{path}: exists already. Pass --force to replace it.")
+    return outputs.claimed_file(path, force=force)
 
 
 def save_plot(path: Path, plan: Plan) -> None:
-    """Draw the growth: cost of a million tokens if every target has a price, else milliseconds a token.
+    """Draw the growth, to a path of ``claimed_plot``: cost of a million tokens if every target has a price, else
+    milliseconds a token.
 
-    Raises PlanError if there is nothing to draw, OutputError.
+    Raises PlanError if there is nothing to draw, OSError.
     """
     from dlm_export.judging.figures import save_growth
 
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):
-        raise PlanError(f"--plot {path}: no target here has known times, so there is nothing to draw: leave it out")
+        raise PlanError(f"--plot {path.name}: no target here has known times, so there is nothing to draw: leave it out")
     is_priced = all(target in plan.request.prices for target in growth[0]["lines"])
     quantity, what = (
         ("cost_per_million_tokens", "Cost of a million tokens") if is_priced else ("ms_per_token", "Milliseconds a token")
@@ -451,11 +454,4 @@ def save_plot(path: Path, plan: Plan) -> None:
         f"{what}, by the targets' limits{' (cpu: as measured)' if is_calibrated else ''}, in the fastest precision that fits; "
         f"block {plan.request.block_lengths[0]}, tokens a pass {plan.request.tokens_per_pass[0]:g}"
     )
-    staged = path.with_name(f".{path.stem}.new{path.suffix}")
-    try:
-        save_growth(staged, growth, quantity, title)
-        os.replace(staged, path)
-    except OSError as err:
-        raise OutputError(f"{path}: cannot write ({err})") from err
-    finally:
-        staged.unlink(missing_ok=True)
+    save_growth(path, growth, quantity, title)

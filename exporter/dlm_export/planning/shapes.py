@@ -13,7 +13,7 @@ from dlm_export.bundle import network_of, read_manifest
 from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.policy import PRESETS
 
 # LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464, untied head.
@@ -23,7 +23,7 @@ LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 class ShapeError(DlmError):
     """A size of a denoiser that nothing can be planned for."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,13 +18,14 @@ from dlm_calibration.states import (
     read_samples,
     samples_sha256,
 )
-from dlm_export.network import reference
-from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.sources import Source
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dlm_export.network.denoiser import Denoiser
+    from dlm_export.sources import Source
 
 CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: used where no other data is named
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
@@ -138,6 +139,8 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 
 def make_trajectory(denoiser: Denoiser, policy: Policy, on_done: Callable[[], None]) -> Callable[[Sample], list[np.ndarray]]:
     """A sample's canvases under a policy: before the first pass and after each one, its response masked."""
+    from dlm_export.network import reference  # here: data is read, and bundles are judged by it, without torch
+
     c = denoiser.network
     block_length = policy.block_length or 32
 

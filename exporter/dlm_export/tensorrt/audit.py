@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 MATMUL = "MatMul"  # nodes of a device graph are called <module path>/<operator>
 FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
@@ -27,7 +27,7 @@ SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 class AuditError(DlmError):
     """The engine would hold layers in another format than was asked for."""
 
-    exit_code = 3
+    exit_code = ExitCode.MISSED
 
 
 def differs(asked: str, held: str) -> bool:

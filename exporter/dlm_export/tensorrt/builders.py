@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dlm_export.targets import RTX_MODULES, Target, device_sm, reported_sms, sm_text
-from dlm_export.tensorrt.estimate import EngineError, EngineOptions
+from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions
 
 RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls them
 
@@ -35,8 +35,8 @@ def deferred_command(folder: Path, target: Target) -> str:
 def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     """The TensorRT that builds for ``target`` here; None if that has to happen on the device.
 
-    Raises EngineError if TensorRT-RTX, which could, is not installed, if the GPU of this machine is another one, or if an
-    option is nothing that the builder takes.
+    Raises BuilderError if TensorRT-RTX, which could, is not installed, or if the GPU of this machine is another one;
+    EngineError if an option is nothing that the builder takes.
     """
     wanted = options.builder
     assert target.sm is not None, target.name
@@ -51,20 +51,20 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
                 raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
             return Builder(RTX, module, (target.sm,))
         if wanted == RTX or importlib.util.find_spec("tensorrt") is None:
-            raise EngineError(
+            raise BuilderError(
                 f"building for {target.name} here needs TensorRT-RTX, which is not installed: "
                 "pip install 'dlm-export[rtx]'. Or build it on the device (`dlm-export build --no-engine` leaves it out)."
             )
     found = device_sm()
     if found in reported_sms(target.sm) and importlib.util.find_spec("tensorrt") is None:
-        raise EngineError(
+        raise BuilderError(
             f"this is a device of SM {sm_text(target.sm)}, and TensorRT {target.tensorrt} is not installed for this Python: "
             "pip install tensorrt; on a Jetson apt-get install python3-libnvinfer, and a venv made with --system-site-packages."
         )
     if found is None or importlib.util.find_spec("tensorrt") is None:
         return None
     if found not in reported_sms(target.sm):
-        raise EngineError(
+        raise BuilderError(
             f"TensorRT builds for the GPU that it runs on: this one is SM {sm_text(found)}, {target.name} is SM "
             f"{sm_text(target.sm)}. Run `dlm-export engine` there (`dlm-export build --no-engine` leaves it out here)."
         )
@@ -79,7 +79,7 @@ def _rtx_module() -> ModuleType | None:
             try:
                 return importlib.import_module(name)
             except ImportError as err:
-                raise EngineError(
+                raise BuilderError(
                     f"{name} is installed but does not load ({err}): pip install --force-reinstall 'dlm-export[rtx]'"
                 ) from err
     return None

@@ -1,21 +1,25 @@
-"""Engines of a bundle that stands: one more, or one less, under its lock and by renames."""
+"""Engines of a bundle that stands: one more, or one less, under its lock and by renames.
+
+A kill at any moment leaves a bundle that opens: no manifest ever lists an engine that is not there or is another.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import os
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import OutputError, sha256, write_manifest
+from dlm_export.bundle import sha256, write_manifest
 from dlm_export.graph import PLAIN_OPSET
+from dlm_export.outputs import OutputError, TakenError, locked, replaced
 from dlm_export.progress import Progress
 from dlm_export.targets import Target, recipe_for, sm_text
 from dlm_export.tensorrt.builders import deferred_command, find_builder
 from dlm_export.tensorrt.engine import Built, build_engine, check_device_graph, engine_file, with_engine, without_engine
-from dlm_export.tensorrt.estimate import EngineError, EngineOptions
+from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions
+from dlm_runtime.manifest import MANIFEST_FILE
 
 
 def add_engine(
@@ -29,12 +33,12 @@ def add_engine(
 ) -> Built:
     """Build an engine into an existing bundle. ``manifest`` is the bundle's, checked by the runtime.
 
-    The engine and then the manifest are renamed into place; until then the bundle is as it was. Raises EngineError,
-    AuditError, TargetError, OutputError.
+    The engine and then the manifest are renamed into place; until then the bundle is as it was. An engine that is replaced goes
+    from the manifest first. Raises EngineError, AuditError, TargetError, OutputError.
     """
     entries = manifest["loop"].get("engines", {})
     if target.name in entries and not force:
-        raise EngineError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
+        raise TakenError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
     check_device_graph(folder, manifest, target)
     _check_precision(target, manifest["precision"])
     builder = find_builder(target, options)
@@ -45,23 +49,20 @@ def add_engine(
                 f"Build a bundle with --target {target.name}; JetPack 7.2 takes this one, on the device: "
                 f"`{deferred_command(folder, target)}`."
             )
-        raise EngineError(
+        raise BuilderError(
             f"an engine for {target.name} (SM {sm_text(target.sm or 0)}) is built on the device: copy the bundle there and run "
             f"`{deferred_command(folder, target)}`. There, TensorRT {target.tensorrt} is needed."
         )
     name = engine_file(target)
-    staged = folder / f"{name}.new"
-    with _changing(folder / name):
-        staged.unlink(missing_ok=True)  # a link there would be followed
-        try:
+    with _changing(folder / name, manifest):
+        others = {file: entry for file, entry in manifest["files"].items() if file != name}
+        with replaced(folder / name) as staged:
             built = build_engine(folder, manifest, manifest["files"], target, builder, options, staged, progress)
             made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
-            os.replace(staged, folder / name)
-            targets = list(dict.fromkeys([*manifest["targets"], target.name]))
-            changed = with_engine(manifest, built) | {"targets": targets}
-            write_manifest(folder, changed, manifest["files"] | {name: made})
-        finally:
-            staged.unlink(missing_ok=True)
+            if target.name in entries:
+                write_manifest(folder, without_engine(manifest, target.name), others)
+        targets = list(dict.fromkeys([*manifest["targets"], target.name]))
+        write_manifest(folder, with_engine(manifest, built) | {"targets": targets}, others | {name: made})
     return built
 
 
@@ -71,7 +72,7 @@ def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int
     if target.name not in entries:
         raise EngineError(f"{folder}: has no engine for {target.name}, only for {', '.join(entries) or 'none'}")
     path = folder / entries[target.name]["file"]
-    with _changing(path):
+    with _changing(path, manifest):
         size = path.stat().st_size if path.is_file() else 0
         files = {name: entry for name, entry in manifest["files"].items() if name != engine_file(target)}
         write_manifest(folder, without_engine(manifest, target.name), files)
@@ -80,26 +81,28 @@ def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int
 
 
 @contextmanager
-def _changing(path: Path) -> Iterator[None]:
-    """Hold the lock of a bundle while its engine ``path`` changes. OutputError: no way to write, or someone has it."""
+def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the lock of a bundle while its engine ``path`` changes, from what ``manifest`` says.
+
+    Raises OutputError: no way to write, someone has it, or someone changed it before.
+    """
     folder = path.parent.parent
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.parent.is_symlink():
-            raise OutputError(f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there")
-        path.parent.mkdir(exist_ok=True)
+    with locked(folder):
         try:
-            yield
-        finally:
-            if not any(path.parent.iterdir()):
-                path.parent.rmdir()
-    except BlockingIOError as err:
-        raise OutputError(f"{folder}: another dlm-export is changing its engines. Wait for it, and try again.") from err
-    except OSError as err:
-        raise OutputError(f"{path}: cannot write ({err.strerror})") from err
-    finally:
-        os.close(held)
+            if json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")) != manifest:
+                raise OutputError(f"{folder}: was changed by another process this moment. Try again.")
+            if path.parent.is_symlink():
+                raise OutputError(f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there")
+            path.parent.mkdir(exist_ok=True)
+            for left in path.parent.glob("*.engine.new"):  # by a kill: who makes one holds the lock
+                left.unlink()
+            try:
+                yield
+            finally:
+                if not any(path.parent.iterdir()):
+                    path.parent.rmdir()
+        except OSError as err:
+            raise OutputError(f"{path}: cannot write ({err.strerror})") from err
 
 
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle import network_of
+from dlm_export.outputs import replaced
 from dlm_export.progress import Progress, Silent
 from dlm_export.signals import handled_by
 from dlm_export.targets import Target
@@ -124,7 +125,8 @@ def build_engine(
         table = audit.inspector_table(information, table)
         audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
     if options.timing_cache is not None:
-        options.timing_cache.write_bytes(memoryview(config.get_timing_cache().serialize()))
+        with replaced(options.timing_cache) as new:
+            new.write_bytes(memoryview(config.get_timing_cache().serialize()))
     entry = {
         "file": engine_file(target),
         "builder": builder.kind,

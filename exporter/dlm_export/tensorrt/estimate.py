@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dlm_export.network.spec import LayerSpec, MlpSpec, NetworkSpec
 from dlm_export.targets import Target, available_memory_bytes
-from dlm_runtime.errors import DlmError
+from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, over the weights: see BENCHMARKS.md
@@ -17,13 +17,13 @@ DEVICE_OVERHEAD_BYTES = 768 << 20  # CUDA's context, kernels and the builder's o
 class EngineError(DlmError):
     """An engine cannot be built as asked; nothing was written."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class BuilderError(EngineError):
-    """TensorRT refused the graph or failed on it."""
+    """This machine cannot build it: TensorRT is missing, refused the graph or failed on it; memory or the GPU is not there."""
 
-    exit_code = 1
+    exit_code = ExitCode.COULD_NOT
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def check_memory(network: NetworkSpec, target: Target, weights_bytes: int, limit
         )
     available = available_memory_bytes()
     if on_host and available is not None and found.host > available:
-        raise EngineError(
+        raise BuilderError(
             f"building for {target.name} takes about {_gb(found.host)} of host memory, and {_gb(available)} are available. "
             "Run `dlm-export engine` on a larger machine (`dlm-export build --no-engine` leaves it out here)."
         )

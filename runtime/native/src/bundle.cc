@@ -217,18 +217,32 @@ bool is_version(const std::string& text) {
   return !text.empty() && text.size() <= 40 && (numbers == 3 || numbers == 4);
 }
 
+bool is_target_name(const std::string& name) {
+  return !name.empty() && name.size() <= 64 &&
+         name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
+}
+
+// "targets" is the exporter's to check: where it names no device, neither does the command.
+std::string engine_command(const json::Value& root, const std::string& folder) {
+  using Kind = json::Value::Kind;
+  const json::Value* const targets = root.find("targets");
+  const bool is_list = targets != nullptr && targets->kind() == Kind::array && !targets->elements().empty();
+  const json::Value* const first = is_list ? &targets->elements()[0] : nullptr;
+  const bool is_name = first != nullptr && first->kind() == Kind::string && is_target_name(first->string());
+  return "dlm-export engine " + folder + " --target " + (is_name ? first->string() : "TARGET");
+}
+
 // One of the bundle's engines. `is_run`: an engine is to be run, so what the entry rests on is compared too.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files, const std::string& folder,
                        bool is_run) {
   const std::string& target = entry.key();
-  const bool is_name = !target.empty() && target.size() <= 64 &&
-                       target.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
-  if (!is_name) entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
-  const std::string again = "copy the bundle again, or build the engine again (dlm-export engine BUNDLE --target " + target +
-                            " --force)";
+  if (!is_target_name(target)) entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
+  const std::string again = "copy the bundle again, or build the engine again (dlm-export engine " + folder + " --target " +
+                            target + " --force)";
   entry.refuse_unknown({"file", "builder", "version", "sm", "built_from", "profiles", "seal"});
   EngineSpec engine;
   engine.target = target;
+  engine.bundle = folder;
   engine.path = folder + "/" + listed(files, entry.at("file"));
   if (entry.string("file") != kEngines + target + ".engine") entry.at("file").refuse("is not " + (kEngines + target) + ".engine");
   engine.builder = entry.string("builder");
@@ -291,9 +305,9 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
   if (version < kSchemaVersion)
     fail(DLM_BAD_BUNDLE,
-         "schema_version %lld is of an older dlm-export: build the bundle again with `dlm-export build CHECKPOINT -o BUNDLE "
+         "schema_version %lld is of an older dlm-export: build the bundle again with `dlm-export build CHECKPOINT -o %s "
          "--force`",
-         static_cast<long long>(version));
+         static_cast<long long>(version), folder.c_str());
   if (version > kSchemaVersion)
     fail(DLM_BAD_BUNDLE, "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
@@ -309,6 +323,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   const json::Value& graph = loop.object("graph");
   manifest.graph = read_graph(graph, files, folder, manifest.denoiser);
   manifest.is_for_gpus = graph.find("device_file") != nullptr;
+  if (manifest.is_for_gpus) manifest.engine_command = engine_command(*root, folder);
   const json::Value& presets = loop.object("presets");
   for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
   manifest.default_preset = loop.string("default_preset");

@@ -148,7 +148,7 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
     if (manifest.engines.empty())
       dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\" for the CPU",
-                manifest.is_for_gpus ? "Build one: dlm-export engine BUNDLE --target TARGET" : "Build it with --target for GPUs");
+                manifest.is_for_gpus ? ("Build one: " + manifest.engine_command).c_str() : "Build it with --target for GPUs");
     return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
   }
   return dlm::open_onnxruntime(manifest.graph, library, threads);

@@ -120,6 +120,7 @@ struct Profile {
 // One of a bundle's TensorRT engines; the manifest says it.
 struct EngineSpec {
   std::string target, path, builder, version;  // builder: "tensorrt" or "tensorrt_rtx"
+  std::string bundle;                          // the folder that it lies in, for messages
   std::vector<int32_t> sm;                     // compute capabilities that it runs on, 89 = 8.9
   Profile prefill, block;                      // profiles 0 and 1
 };

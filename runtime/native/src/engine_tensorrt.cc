@@ -26,7 +26,7 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
     if (reason.empty()) return engine;
     reasons += (reasons.empty() ? "" : "; ") + engine.target + ": " + reason;
   }
-  const std::string command = "`dlm-export engine BUNDLE --target sm" + std::to_string(platform.sm) + "`";
+  const std::string command = "`dlm-export engine " + engines.front().bundle + " --target sm" + std::to_string(platform.sm) + "`";
   throw Error(DLM_UNSUPPORTED, "no engine of this bundle fits: " + reasons + ". Build one here with " + command +
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
@@ -94,8 +94,8 @@ TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engine
   }
   if (engine_ == nullptr)
     throw Error(DLM_ENGINE_FAILED, spec_.path + ": " + kName + " " + library_.version + " cannot load it" + logger_.take() +
-                                       ". If memory is not the reason, build it again: dlm-export engine BUNDLE --target " +
-                                       spec_.target + " --force");
+                                       ". If memory is not the reason, build it again: dlm-export engine " + spec_.bundle +
+                                       " --target " + spec_.target + " --force");
   verify_ports();
   verify_profiles();
 }

@@ -1,0 +1,51 @@
+"""A denoiser in torch under the reference loop, as a side of a comparison: what a bundle was built from.
+
+Apart from ``predictors``, which compares bundles where there is no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dlm_export.network import reference as loop
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.turns import Canvas, Turn, start_canvas
+from dlm_runtime import Policy
+
+
+class TorchPredictor:
+    """A torch denoiser under the reference loop."""
+
+    def __init__(self, denoiser: Denoiser, name: str) -> None:
+        c = denoiser.network
+        self.denoiser, self.name = denoiser, name
+        self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+
+    @torch.no_grad()
+    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """See ``Predictor``. Only the rows asked for pass the head, as in a graph with score_rows."""
+        ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0)
+        features = self.denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))[0][0]
+        if rows is not None:
+            features = features[torch.from_numpy(np.asarray(rows, np.int64))]
+        out: np.ndarray = self.denoiser.project(features).float().numpy()
+        return out
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        """See ``Predictor``."""
+        done = loop.generate(self.denoiser, tokens, policy, max_new_tokens)
+        return done.tokens, done.nfe
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
+        """See ``Predictor``."""
+        seen = [start_canvas(tokens, max_new_tokens, self.mask_token_id)]
+        done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
+        return [*seen[: done.nfe], Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))]
+
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """See ``Predictor``."""
+        return loop.scores(turn, torch.from_numpy(logits), policy)

@@ -1,0 +1,211 @@
+"""Builds that are ended by a signal at a chosen file operation, in processes forked from one that has imported everything.
+
+As a script: ``interrupted.py KIND FOLDER [CHECKPOINT]`` ends builds in FOLDER and prints what it found as JSON lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dlm_export import outputs
+from dlm_export.bundle import staged
+
+Build = Callable[[Path, str, bool], None]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.truncate", "fcntl.flock"}
+NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
+
+
+def fake_build(out: Path, name: str, force: bool) -> None:
+    """What a build does to the disk, in a millisecond; ``name`` tells whose bundle it is."""
+    with staged(out, force=force, needed_bytes=0) as folder:
+        (folder / "denoiser.onnx").write_text(f"graph of {name}")
+        (folder / "engines").mkdir()
+        (folder / "engines" / "thor.engine").write_text(f"engine of {name}")
+        files = {
+            path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        (folder / "manifest.json").write_text(json.dumps({"schema_version": 2, "loop": {}, "name": name, "files": files}))
+
+
+def fake_name(out: Path) -> str:
+    """Whose bundle stands there, whole; raises AssertionError for anything less."""
+    manifest = json.loads((out / "manifest.json").read_text())
+    found = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
+    del found["manifest.json"]
+    assert found.keys() == manifest["files"].keys(), sorted(found)
+    for name, digest in manifest["files"].items():
+        assert hashlib.sha256(found[name].read_bytes()).hexdigest() == digest, name
+    return str(manifest["name"])
+
+
+def in_child(work: Callable[[], None]) -> tuple[int, str]:
+    """Run in a forked process, as the command line would; its exit status (negative: a signal) and what it said."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(read)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        code, said = 0, ""
+        try:
+            work()
+        except outputs.OutputError as err:
+            code, said = int(err.exit_code), str(err)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except SystemExit as err:
+            code = int(err.code or 0)
+        except BaseException as err:
+            code, said = 99, repr(err)
+        os.write(write, said.encode())
+        os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), said
+
+
+def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
+    """Call ``on_operation`` with a number before each operation of this process on files below ``folder``; behind moves too."""
+    numbers, mine, busy = itertools.count(1), os.getpid(), []
+
+    def happened() -> None:
+        if os.getpid() == mine and not busy:
+            busy.append(True)
+            on_operation(next(numbers))
+            busy.clear()
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        paths = [os.fsdecode(each) for each in arguments if isinstance(each, (str, bytes, os.PathLike))]
+        if event in EVENTS and (event == "fcntl.flock" or any(str(folder) in path for path in paths)):
+            happened()
+
+    renamed = outputs._renameat2
+
+    def rename(*arguments: Any) -> None:
+        happened()
+        renamed(*arguments)
+        happened()
+
+    outputs._renameat2 = rename
+    sys.addaudithook(heard)
+
+
+def operations(build: Build, out: Path, force: bool) -> int:
+    """How many operations a whole build makes."""
+    log = out.parent.parent / "count"
+
+    def work() -> None:
+        count_operations(out.parent, lambda number: log.write_text(str(number)))
+        build(out, "new", force)
+
+    code, said = in_child(work)
+    assert code == 0, said
+    return int(log.read_text())
+
+
+def end_at(build: Build, out: Path, number: int, sent: signal.Signals, force: bool, with_second: bool) -> dict[str, Any]:
+    """End a build before its operation ``number``; with a second build to the same path right before that."""
+    seen = out.parent.parent / "second"
+    seen.unlink(missing_ok=True)
+
+    def now(at: int) -> None:
+        if at != number:
+            return
+        if with_second:
+            seen.write_text(json.dumps(in_child(lambda: build(out, "second", force))))
+        os.kill(os.getpid(), sent)
+
+    def work() -> None:
+        count_operations(out.parent, now)
+        build(out, "new", force)
+
+    code, said = in_child(work)
+    second = json.loads(seen.read_text()) if seen.exists() else None
+    return {"at": number, "signal": sent.name, "force": force, "code": code, "said": said, "second": second}
+
+
+def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Signals, bool, bool]]:
+    """Operation, signal, whether an old bundle stands there, whether a second build comes.
+
+    ``total`` has the operations of a build without and with an old bundle. All of a fake build, each with SIGKILL and with one
+    of the others; 50 of a real one.
+    """
+    if kind == "fake":
+        for force in (False, True):
+            for at in range(1, total[force] + 1):
+                yield at, signal.SIGKILL, force, at % 2 == 0
+                yield at, (signal.SIGINT, signal.SIGTERM)[at // 2 % 2], force, at % 2 == 1
+        return
+    ways = [*itertools.product(SIGNALS, (False, True), (False, True))]
+    for i in range(50):
+        sent, force, with_second = ways[i % len(ways)]
+        yield 1 + i * (total[force] - 1) // 49, sent, force, with_second
+
+
+def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
+    """End builds in every way of ``cases`` and say what stands there then, and after the next build."""
+    out = folder / "out" / "bundle"
+    old, parent = folder / "old", out.parent
+    build(old, "old", False)
+    parent.mkdir()
+    total = {force: operations(build, out, force) for force in (False, True)}  # the first leaves what the second replaces
+    for number, sent, force, with_second in cases(kind, total):
+        shutil.rmtree(parent)
+        parent.mkdir()
+        for neighbour in NEIGHBOURS:
+            (parent / neighbour).write_text("mine")
+        if force:
+            shutil.copytree(old, out)
+        found = end_at(build, out, number, sent, force, with_second)
+        found["stands"] = name_of(out) if out.exists() else None
+        found["neighbours"] = [name for name in NEIGHBOURS if (parent / name).read_text() == "mine"]
+        build(out, "next", True)
+        found["stands_then"] = name_of(out)
+        found["left"] = sorted({*os.listdir(parent)} - {*NEIGHBOURS, out.name})
+        print(json.dumps(found | {"total": total[force]}), flush=True)
+
+
+def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
+    """Builds of a checkpoint, told apart by the length of their canvas; their graphs are traced here, before any fork."""
+    import torch
+    from traces import trace_once
+
+    import dlm_runtime
+    from dlm_export import families
+    from dlm_export.build import BuildOptions, build
+    from dlm_export.checkpoints.folder import Checkpoint
+    from dlm_export.families.base import Overrides
+    from dlm_export.graph import trace
+
+    torch.set_num_threads(1)
+    trace.trace_pass = trace_once
+    lengths = {"old": 64, "new": 65, "second": 66, "next": 67}
+    for length in lengths.values():
+        trace_once(families.read_network(Checkpoint(checkpoint), Overrides(max_canvas_length=length)), "fp32")
+
+    def run_build(out: Path, name: str, force: bool) -> None:
+        options = BuildOptions(force=force, check_parity=False)
+        build(checkpoint, out, options, overrides=Overrides(max_canvas_length=lengths[name]))
+
+    def name_of(out: Path) -> str:
+        with dlm_runtime.open(out, engine="none") as bundle:  # checks every hash
+            return next(name for name, length in lengths.items() if length == bundle.max_canvas_length)
+
+    return run_build, name_of
+
+
+if __name__ == "__main__":
+    chosen, where = sys.argv[1], Path(sys.argv[2])
+    run(chosen, where, *((fake_build, fake_name) if chosen == "fake" else real_build(Path(sys.argv[3]))))

@@ -1,0 +1,272 @@
+"""Ten mistakes, made with every command that allows them: the same exit code everywhere, and one line that says what it was.
+
+``TABLE`` in docs/troubleshooting.md has the rule; these are its cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import llada_config, write_checkpoint
+from click.testing import CliRunner
+
+from dlm_export.cli import main
+from dlm_runtime.errors import ExitCode
+
+WRONG, COULD_NOT = ExitCode.WRONG_INPUT, ExitCode.COULD_NOT
+COMMANDS = {*main.commands}
+
+# Mistake -> command -> its arguments. Words in capitals stand for paths: see ``places``.
+MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
+    "a path that is not there": (
+        WRONG,
+        "/nowhere' does not exist",
+        {
+            "inspect": "NOWHERE",
+            "build": "NOWHERE -o OUT",
+            "quantize": "NOWHERE -o OUT",
+            "engine": "NOWHERE --target thor",
+            "verify": "BUNDLE --checkpoint NOWHERE",
+            "compare": "BUNDLE NOWHERE",
+            "capture": "NOWHERE -o OUT.npz",
+            "run": "NOWHERE --tokens 1",
+            "bench": "NOWHERE",
+            "plan": "NOWHERE --targets cpu",
+        },
+    ),
+    "a folder that is neither checkpoint nor bundle": (
+        WRONG,
+        "/empty(/config.json: no such file|: no manifest.json there)",
+        {
+            "inspect": "EMPTY",
+            "build": "EMPTY -o OUT",
+            "quantize": "EMPTY -o OUT",
+            "engine": "EMPTY --target thor",
+            "verify": "BUNDLE --checkpoint EMPTY",
+            "compare": "BUNDLE EMPTY",
+            "capture": "EMPTY -o OUT.npz",
+            "run": "EMPTY --tokens 1",
+            "bench": "EMPTY",
+            "plan": "EMPTY --targets cpu",
+        },
+    ),
+    "an output that exists": (
+        WRONG,
+        r"exists\. Pass --force to replace it",
+        {
+            "build": "CHECKPOINT -o BUNDLE",
+            "quantize": "CHECKPOINT -o BUNDLE --no-verify",
+            "verify": "INT8 --checkpoint CHECKPOINT --report TAKEN",
+            "capture": "CHECKPOINT -o TAKEN/golden.npz",
+            "plan": "--sizes 8B --targets h100 --plot TAKEN/plot.png",
+        },
+    ),
+    "an output that is never replaced": (
+        WRONG,
+        "never replaced|stay as they were built",
+        {
+            "build": "CHECKPOINT -o TAKEN --force",
+            "quantize": "CHECKPOINT -o TAKEN --force --no-verify",
+            "verify": "INT8 --checkpoint CHECKPOINT --report BUNDLE --force",
+            "capture": "CHECKPOINT -o TAKEN/folder.npz --force",
+            "plan": "--sizes 8B --targets h100 --plot TAKEN/folder.png --force",
+        },
+    ),
+    "a device that is not known": (
+        WRONG,
+        r"unknown target 'toaster'|'toaster' is not one of|engine \"toaster\" is not one",
+        {
+            "build": "CHECKPOINT -o OUT --target toaster",
+            "quantize": "CHECKPOINT -o OUT --target toaster",
+            "engine": "BUNDLE --target toaster",
+            "verify": "BUNDLE --checkpoint CHECKPOINT --engine toaster",
+            "compare": "BUNDLE BUNDLE --engine toaster",
+            "run": "BUNDLE --tokens 1 --engine toaster",
+            "bench": "BUNDLE --engine toaster",
+            "plan": "BUNDLE --targets toaster",
+        },
+    ),
+    "an option that it does not have, or a value that it does not take": (
+        WRONG,
+        "-1 is not in the range|No such option",
+        {
+            "inspect": "BUNDLE --mask-token-id -1",
+            "build": "CHECKPOINT -o OUT --seed -1",
+            "quantize": "CHECKPOINT -o OUT --seed -1",
+            "engine": "BUNDLE --target thor --canvas -1",
+            "verify": "BUNDLE --checkpoint CHECKPOINT --seed -1",
+            "compare": "BUNDLE BUNDLE --seed -1",
+            "capture": "CHECKPOINT -o OUT.npz --seed -1",
+            "run": "BUNDLE --tokens 1 --threads -1",
+            "bench": "BUNDLE --threads -1",
+            "plan": "BUNDLE --targets cpu --batch -1",
+            "targets": "--batch -1",
+        },
+    ),
+    "a preset that is not there": (
+        WRONG,
+        "preset ['\"]warp['\"]",
+        {
+            "build": "CHECKPOINT -o OUT --precision int8 --no-verify --calib-preset warp",
+            "quantize": "CHECKPOINT -o OUT --no-verify --calib-preset warp",
+            "verify": "INT8 --checkpoint CHECKPOINT --calib-preset warp",
+            "compare": "BUNDLE BUNDLE --calib-preset warp",
+            "run": "BUNDLE --tokens 1 --preset warp",
+            "bench": "BUNDLE --preset warp",
+        },
+    ),
+    "a file to read that is a pipe": (
+        WRONG,
+        "/pipe' is not a plain file",
+        {
+            "build": "CHECKPOINT -o OUT --precision int8 --calib PIPE",
+            "quantize": "CHECKPOINT -o OUT --calib PIPE",
+            "verify": "BUNDLE --checkpoint CHECKPOINT --prompts PIPE",
+            "compare": "BUNDLE BUNDLE --data PIPE",
+            "capture": "CHECKPOINT -o OUT.npz --prompts PIPE",
+            "plan": "--sizes 8B --targets cpu --measured PIPE",
+        },
+    ),
+    "a file to read that holds something else": (
+        WRONG,
+        "/noise(.toml|.jsonl|.npz)?('|:|,).*(not TOML|not JSON|not UTF-8|not a golden file|not readable)",
+        {
+            "build": "DEMO -o OUT --precision fp8 --no-verify --calib NOISE.jsonl",
+            "quantize": "CHECKPOINT -o OUT --no-verify --precision NOISE.toml",
+            "verify": "BUNDLE --golden NOISE.npz",
+            "plan": "--sizes 8B --targets cpu --measured NOISE.jsonl",
+        },
+    ),
+    "a bundle that is damaged": (
+        WRONG,
+        r"denoiser\.onnx\.data: \d+ bytes, but the manifest says \d+: the file is truncated",
+        {
+            "inspect": "DAMAGED",
+            "build": "DAMAGED -o OUT",
+            "quantize": "DAMAGED -o OUT",
+            "engine": "DAMAGED --target thor",
+            "verify": "DAMAGED --checkpoint CHECKPOINT",
+            "compare": "BUNDLE DAMAGED",
+            "run": "DAMAGED --tokens 1",
+            "bench": "DAMAGED",
+            "plan": "DAMAGED --targets cpu",
+        },
+    ),
+    "another checkpoint's bundle": (
+        WRONG,
+        "(built from another checkpoint than|is another denoiser than|has no device graph)",
+        {
+            "engine": "BUNDLE --target rtx5090",
+            "verify": "BUNDLE --checkpoint SMALLER",
+            "compare": "BUNDLE DREAM",
+        },
+    ),
+    "no engine on this machine": (
+        COULD_NOT,
+        "cannot load ONNX Runtime from",
+        {
+            "build": "CHECKPOINT -o OUT",
+            "verify": "BUNDLE --checkpoint CHECKPOINT --count 1 --max-new-tokens 1",
+            "compare": "BUNDLE BUNDLE",
+            "run": "BUNDLE --tokens 1",
+            "bench": "BUNDLE",
+        },
+    ),
+}
+CASES = [(mistake, command) for mistake, (_, _, commands) in MISTAKES.items() for command in commands]
+
+
+@pytest.fixture(scope="session")
+def places(
+    tmp_path_factory: pytest.TempPathFactory, llada_checkpoint: Path, llada_bundle: Path, dream_bundle: Path
+) -> dict[str, Path]:
+    """What the words in capitals stand for."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty").mkdir()
+    taken = folder / "taken"
+    (taken / "folder.npz").mkdir(parents=True)
+    (taken / "folder.png").mkdir()
+    for name in ("golden.npz", "plot.png", "accuracy.json"):
+        (taken / name).write_text("mine")
+    os.mkfifo(folder / "pipe")
+    for suffix in (".toml", ".jsonl", ".npz"):
+        (folder / f"noise{suffix}").write_bytes(b"\xff\x00{[")
+    damaged = Path(shutil.copytree(llada_bundle, folder / "damaged"))
+    os.truncate(damaged / "denoiser.onnx.data", 4096)
+    int8 = Path(shutil.copytree(llada_bundle, folder / "int8"))
+    manifest = json.loads((int8 / "manifest.json").read_text())
+    manifest["precision"]["name"] = "int8"  # as if: none of these gets as far as to run it
+    (int8 / "manifest.json").write_text(json.dumps(manifest))
+    config = llada_config(vocab_size=100, embedding_size=100, mask_token_id=90, eos_token_id=91, pad_token_id=91)
+    return {
+        "NOWHERE": folder / "nowhere",
+        "EMPTY": folder / "empty",
+        "OUT": folder / "out",
+        "TAKEN": taken,
+        "PIPE": folder / "pipe",
+        "NOISE": folder / "noise",
+        "DAMAGED": damaged,
+        "INT8": int8,
+        "SMALLER": write_checkpoint(folder / "smaller", config),
+        "CHECKPOINT": llada_checkpoint,
+        "BUNDLE": llada_bundle,
+        "DREAM": dream_bundle,
+        "DEMO": Path(__file__).parent.parent / "examples" / "demo-denoiser",
+    }
+
+
+@pytest.mark.parametrize(("mistake", "command"), CASES, ids=[f"{command}: {mistake}" for mistake, command in CASES])
+def test_a_mistake_ends_every_command_the_same_way(
+    places: dict[str, Path], mistake: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, says, commands = MISTAKES[mistake]
+    if mistake == "no engine on this machine":
+        monkeypatch.setenv("DLM_ONNXRUNTIME", "/nonexistent/libonnxruntime.so")
+    words = [
+        re.sub(r"^[A-Z0-9]+(?=$|[./])", lambda word: str(places.get(word[0], word[0])), each)
+        for each in commands[command].split()
+    ]
+    before = {path: path.lstat().st_mtime_ns for path in places["OUT"].parent.rglob("*")}
+    done = CliRunner().invoke(main, [command, *words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    lines = done.output.strip().splitlines()
+    assert done.exit_code == code, done.output
+    assert lines[-1].startswith("Error: "), done.output
+    assert re.search(says, lines[-1]), lines[-1]
+    assert len(lines[-1]) < 600
+    assert len(lines) == 1 or lines[0].startswith(("Usage: ", "Warning: ")), done.output
+    assert {path: path.lstat().st_mtime_ns for path in places["OUT"].parent.rglob("*")} == before, "something was written"
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert len(MISTAKES) >= 10
+    assert {command for _, command in CASES} == COMMANDS
+    for _, _, commands in MISTAKES.values():
+        assert commands.keys() <= COMMANDS
+
+
+def test_every_error_has_one_of_the_exit_codes() -> None:
+    """``exit_code`` is set by name, in every package: no number stands for itself."""
+    root = Path(__file__).parent.parent
+    folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
+    for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
+        for value in re.findall(r"^    exit_code = (.*)$", path.read_text(), re.MULTILINE):
+            assert value in {f"ExitCode.{code.name}" for code in ExitCode}, path
+    page = (root / "docs" / "troubleshooting.md").read_text()
+    for code in ExitCode:
+        assert re.search(rf"^\| {code.value} \|", page, re.MULTILINE), code
+
+
+def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[str, Path]) -> None:
+    """And not the mask token, which the bundle brings and the checkpoint has no room for."""
+    done = CliRunner().invoke(main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])])
+    assert done.exit_code == WRONG
+    assert "its vocab_size is 160, the other's 100" in done.stderr
+    theirs = json.loads((places["BUNDLE"] / "manifest.json").read_text())["source"]["config_sha256"]
+    assert f"Its config.json has the SHA-256 {theirs}, that of {places['SMALLER']} " in done.stderr
+    assert "mask_token_id" not in done.stderr
