@@ -18,6 +18,7 @@ from typing import Any
 
 from dlm_export import outputs
 from dlm_export.bundle import staged
+from dlm_export.signals import dying_by_signal
 
 Build = Callable[[Path, str, bool], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -56,14 +57,13 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
     process = os.fork()
     if process == 0:
         os.close(read)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background is started to ignore
         code, said = 0, ""
         try:
-            work()
+            with dying_by_signal():
+                work()
         except outputs.OutputError as err:
             code, said = int(err.exit_code), str(err)
-        except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
         except SystemExit as err:
             code = int(err.code or 0)
         except BaseException as err:

@@ -124,7 +124,7 @@ def test_what_is_missing_is_said_before_anything_is_loaded(llada_bundle: Path, l
         code, said = json.loads(line)
         assert code == 2, (command, said)
         assert "nowhere" in said.splitlines()[-1], (command, said)
-        assert any(words in said for words in ("does not exist", "No such file")), (command, said)
+        assert any(words in said for words in ("does not exist", "no such file")), (command, said)
         assert "export extra" not in said, command
     assert os.listdir(tmp_path) == []
 

@@ -277,8 +277,6 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
 def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
     """Within 2e-6, of a softmax and sums in fp32 in another order; and the same positions commit."""
-    if (score, commit) == ("entropy", "threshold"):
-        pytest.skip("entropies are not compared with a threshold")
     rng = np.random.default_rng(0)
     policy = Policy(score=score, commit=commit, seed=7, block_length=0)
     logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)

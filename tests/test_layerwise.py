@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -56,19 +55,21 @@ def make(checkpoint: Path, output: Path, precision: str, target: str = "cpu", ac
     return Made(output, numbers, job.base, simulated)
 
 
-@cache
-def _config(name: str) -> dict[str, object]:
-    return {"llada": llada_config, "a2d": a2d_qwen3_config}[name]()
-
-
-@pytest.fixture(scope="module", params=["llada", "a2d"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("layerwise") / request.param, dict(_config(request.param)), seed=4)
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = {"llada": llada_config, "a2d": a2d_qwen3_config}[request.param]()
+    return write_checkpoint(tmp_path / request.param, config, seed=4)
 
 
 @pytest.mark.parametrize(
-    ("precision", "target", "activations"),
-    [("int8", "cpu", None), ("nvfp4", "cpu", None), ("mixed", "rtx5090", "fp16"), ("nvfp4", "rtx5090", "bf16")],
+    ("checkpoint", "precision", "target", "activations"),
+    [
+        ("llada", "int8", "cpu", None),
+        ("llada", "nvfp4", "rtx5090", "bf16"),
+        ("a2d", "nvfp4", "cpu", None),
+        ("a2d", "mixed", "rtx5090", "fp16"),
+    ],
+    indirect=["checkpoint"],
 )
 def test_layers_hold_from_equal_inputs_where_a_whole_pass_drifts(
     checkpoint: Path, tmp_path: Path, precision: str, target: str, activations: str | None
