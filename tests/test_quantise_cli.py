@@ -339,3 +339,10 @@ def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out:
     found = manifest["precision"]["threshold"]
     assert (found["verdict"], found["reached"], found["reference"]["quality"]) == ("untold", False, 0)
     assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == 0.9
+
+
+def test_data_that_nothing_would_read_is_refused(llada_checkpoint: Path, out: Path) -> None:
+    options = ("build", llada_checkpoint, "--no-verify", "--calib", HELD_OUT)
+    _fails(out, *options, "--precision", "int8", code=2, says=("--calib has no effect: int8 needs no data",))
+    _fails(out, *options, "--precision", "fp8", code=2, says=("has no tokenizer to read text with",))
+    _fails(out, *options, "--precision", "int8", "--solver", "gptq", code=2, says=("has no tokenizer to read text with",))

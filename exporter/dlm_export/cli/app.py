@@ -1,7 +1,7 @@
 """The command ``dlm-export``: its groups of commands, errors turned into one line, exit codes.
 
-Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 could not, 2 wrong usage, 3 parity, a budget or an
-engine's audit failed. A signal that ends it kills it in the end, so that a shell's loop around it stops as well.
+Results go to stdout, progress and warnings to stderr. ``dlm_runtime.errors.ExitCode`` has the exit codes. A signal that ends it
+kills it in the end, so that a shell's loop around it stops as well.
 """
 
 from __future__ import annotations

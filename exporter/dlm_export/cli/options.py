@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -213,7 +214,11 @@ def check_build_options(values: dict[str, Any]) -> None:
     if values["no_engine"]:
         refuse(values, ("workspace", "timing_cache", "builder"), "is for building engines, which --no-engine leaves out")
     devices = targets.find_all(split(values["target"]))
-    targets.recipe_for(devices, precision)
+    recipe = targets.recipe_for(devices, precision)
+    if recipe is not None and values["no_verify"]:
+        recipe = replace(recipe, **_recipe_changes(values))
+        if not recipe.needs_states(dict(recipe.layers)):
+            refuse(values, ("calib",), f"has no effect: {precision} needs no data, and --no-verify skips judging")
     if devices[0].sm is None:
         refuse(values, _ENGINE_ONLY, f"is for GPUs; --target is {values['target']}")
 
@@ -251,12 +256,17 @@ def budgets(values: dict[str, Any]) -> Budgets:
     return Budgets(**{name: values[name] for name in BUDGETS})
 
 
+def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe that options change."""
+    fields = ("observer", "solver", "smoothing", "rotate_down", "embedding")
+    return {name: values[name] for name in fields if values[name] is not None}
+
+
 def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
     from dlm_export.building.options import QuantiseOptions
     from dlm_export.judging.auto import AutoOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
-    changes = {name: values[name] for name in ("observer", "solver", "smoothing", "rotate_down", "embedding")}
     formats = tuple(split(values["auto_formats"] or ""))
     return QuantiseOptions(
         calibration=CalibrationOptions(
@@ -269,7 +279,7 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
         ),
         budgets=budgets(values),
         judged=values["judged"],
-        recipe_changes={name: value for name, value in changes.items() if value is not None},
+        recipe_changes=_recipe_changes(values),
         calibrator=values["calibrator"],
         auto=AutoOptions(formats=formats or None),
     )
