@@ -176,10 +176,8 @@ def _check(cases: Cases, names: list[str]) -> None:
     wrong = []
     for name, row in zip(names, ended, strict=True):
         lines = row["said"].splitlines()
-        if lines[:1] and lines[0].startswith(
-            "Usage: "
-        ):  # of an option's value: two lines of click's own stand before the sentence
-            lines = lines[3:]
+        if row["said"].startswith("Usage: "):
+            lines = lines[3:]  # of an option's value: click shows how the command is used first
         is_sentence = len(lines) == 1 and lines[0].startswith("Error: ") and lines[0].isprintable() and len(lines[0]) < 1500
         if row["code"] not in (1, 2) or not is_sentence:
             wrong.append(f"{name}: {row}"[:600])
