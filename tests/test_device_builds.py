@@ -69,7 +69,8 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Pa
 
 def test_quantising_a_bundle_for_gpus_gives_one_for_the_same_gpus(llada_checkpoint: Path, tmp_path: Path) -> None:
     source, out = gpu_bundle("fp16", "thor", "h100", source=llada_checkpoint), tmp_path / "int8"
-    result = dlm_export("quantize", source, "--no-verify", "--activations", "fp16", "-o", out)
+    few = ("--calib-samples", "2", "--calib-states", "2")
+    result = dlm_export("quantize", source, "--no-verify", "--activations", "fp16", *few, "-o", out)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(out)
     assert manifest["targets"] == ["thor", "h100"]

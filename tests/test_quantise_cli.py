@@ -323,6 +323,7 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
     assert "no --calib: judged by made-up samples (random ids). The loss on text of your own is not known" in told
 
 
+@pytest.mark.slow
 def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
     """A random denoiser on real questions: right nowhere, at 0.5 as at 0.995."""
     checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
