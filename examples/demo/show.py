@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             print(f"  {path}  {path.stat().st_size:,} bytes")
-    watch = f".venv/bin/dlm-export run {folder} --preset fast-dllm --watch --prompt '{COMMANDS[0]}'"
+    watch = f".venv/bin/dlm-export run {folder} --preset fast-dllm --max-new-tokens 64 --watch --prompt '{COMMANDS[0]}'"
     print(f"\nWatch a canvas denoise:\n  {watch}")
 
 

@@ -182,6 +182,7 @@ def print_build(report: BuildReport) -> None:
 
 def _shown_parity(parity: Parity) -> str:
     """What was compared, and how far it was apart."""
+    from dlm_calibration.recipes import FORMATS
     from dlm_export.judging.parity import LOGITS
 
     pass_apart = max(row.relative for row in parity.graph)
@@ -189,10 +190,11 @@ def _shown_parity(parity: Parity) -> str:
     if parity.layers:
         count = sum(row.layer != LOGITS for row in parity.layers)
         worst = max(row.worst for row in parity.layers)
+        flips = ", in which codes that flip add up," if any(FORMATS[row.format].activations for row in parity.layers) else ""
         return (
             f"{count} quantised layers and what lies between them, each from equal inputs, within {worst:.1e} of their range "
-            f"({limit.relative:.1e} allowed). A whole pass, in which codes that flip add up, is judged, not held to a limit: "
-            f"logits of random prompts within {pass_apart:.1e}"
+            f"({limit.relative:.1e} allowed). A whole pass{flips} is judged, not held to a limit: logits of random prompts "
+            f"within {pass_apart:.1e}"
         )
     equal, total = (sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases"))
     return (
