@@ -147,6 +147,9 @@ class BundleParameters:
             raise CheckpointError(f"{self.path}: {parameter} holds NaN or infinite weights")
         return array
 
+    def view(self, parameter: str) -> None:
+        """None: what a bundle holds is read and checked each time."""
+
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
     # Opening it checks the manifest, sizes and hashes: what is read below is what was written.

@@ -12,7 +12,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import a2d, dream, llada
 from dlm_export.families.base import Family, Overrides
-from dlm_export.families.weights import Weights, load
+from dlm_export.families.weights import Weights, layered, load
 from dlm_export.network.spec import NetworkSpec, rotary_table
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY, a2d.FAMILY)}
@@ -47,4 +47,4 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     return Weights(checkpoint, network, FAMILIES[network.family].origins(network))
 
 
-__all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "load", "open_weights", "read_network"]
+__all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "layered", "load", "open_weights", "read_network"]

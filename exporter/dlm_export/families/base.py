@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.network.spec import NetworkSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Parameters(Protocol):
@@ -17,6 +20,9 @@ class Parameters(Protocol):
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
         """One parameter of ``Denoiser`` as a C-contiguous array. Raises CheckpointError."""
+
+    def view(self, parameter: str) -> Tensor | None:
+        """The same as it lies in a mapped file, in its own type and not to be written to; None where it has to be computed."""
 
 
 @dataclass(frozen=True)

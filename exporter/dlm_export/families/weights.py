@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
 from dlm_export.families.base import Origin, Parameters, Piece
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser, cosines_and_sines
+from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
@@ -50,6 +52,7 @@ class Weights:
                 if algorithm is not None:
                     self.quantised[parameter] = algorithm
         self.notes: list[str] = []
+        self._seen: set[str] = set()  # tensors whose values were found to be numbers
         self._check()
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
@@ -74,6 +77,13 @@ class Weights:
             )
         return array.astype(dtype, copy=False)
 
+    def view(self, parameter: str) -> torch.Tensor | None:
+        """See ``Parameters.view``. Raises CheckpointError if a weight is NaN or infinite."""
+        origin = self.origins[parameter]
+        if origin.whole is None or parameter in self.quantised:
+            return None
+        return self._assembled(origin)
+
     def stored(self, parameter: str) -> StoredQuantised | None:
         """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None in full precision.
 
@@ -96,12 +106,16 @@ class Weights:
         tensor = self.checkpoint.tensor(piece.tensor)
         if piece.rows is not None:
             tensor = tensor[slice(*piece.rows)]
+        if piece.tensor in self._seen:
+            return tensor
         # In parts: torch's isfinite holds several copies of what it is asked about.
         parts: tuple[torch.Tensor, ...] = torch.split(tensor.reshape(-1), 1 << 22)
         bad = sum([int((~part.isfinite()).sum()) for part in parts])
         if bad:
             file = self.checkpoint.tensors[piece.tensor].file
             raise CheckpointError(f"{file}: {piece.tensor} holds {bad} NaN or infinite weights")
+        if piece.rows is None:
+            self._seen.add(piece.tensor)
         return tensor
 
     def _expected(self) -> dict[str, Expected]:
@@ -183,19 +197,38 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:_LISTED])}{more}"
 
 
+def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """A parameter, or ``rows`` of its first axis, in ``dtype`` on the CPU; where it lies like that in a file, that itself.
+
+    ``dtype`` None: as it is stored, fp32 where it has to be computed. Not to be written to. Raises CheckpointError.
+    """
+    found = weights.view(parameter)
+    if found is None:
+        if dtype == torch.bfloat16:
+            found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(torch.bfloat16)
+        else:
+            found = torch.from_numpy(weights.read(parameter, np.dtype(np.float32)))
+    found = found if rows is None else found[rows]
+    return found if dtype in (None, found.dtype) else found.to(dtype).contiguous()
+
+
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
     """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}
     for name, _ in denoiser.named_parameters():
-        if dtype == torch.bfloat16:
-            state[name] = torch.from_numpy(weights.read(name, BFLOAT16).view(np.int16)).view(torch.bfloat16)
-        else:
-            state[name] = torch.from_numpy(weights.read(name, np.dtype(np.float32))).to(dtype)
+        state[name] = tensor(weights, name, dtype)
         if state[name].numel() > LARGE_TENSOR:
             give_back()
     denoiser.load_state_dict(state, assign=True)
     for rotary, table in zip(denoiser.rotary, network.rotary_tables(), strict=True):
         rotary.cos, rotary.sin = (values.to(dtype) for values in cosines_and_sines(table, network.max_canvas_length))
     return denoiser.eval().requires_grad_(False)
+
+
+def layered(
+    weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Layered:
+    """A denoiser's parameters to be read a layer at a time; see ``Layered``."""
+    return Layered(functools.partial(tensor, weights), network, dtype, device)

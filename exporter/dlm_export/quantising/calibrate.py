@@ -71,6 +71,10 @@ class Folded:
             array = array * self.columns[parameter]
         return np.ascontiguousarray(array, dtype=dtype)
 
+    def view(self, parameter: str) -> Tensor | None:
+        """See ``Parameters.view``."""
+        return None if parameter in self.rows or parameter in self.columns else self.source.view(parameter)
+
     @functools.cached_property
     def _readers(self) -> dict[str, list[LinearSpec]]:
         return by_site(self.network.linear_layers())

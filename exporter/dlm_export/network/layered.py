@@ -1,0 +1,212 @@
+"""A denoiser read a layer at a time, and all canvases carried through each layer before the next one is read.
+
+What is held is a layer and the canvases' activations, whatever the denoiser's size; each weight is read once a sweep. Attention
+is within a canvas and everything else within a token, so canvases of one length go through together. Activations that outgrow
+the memory given to them lie in a mapped file, whose blocks are taken from the disk beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlm_export.memory import give_back
+from dlm_export.network.denoiser import Block, RMSNorm, Rotary, Turn, check_built
+from dlm_export.network.spec import NetworkSpec, rotary_table
+from dlm_runtime.errors import DlmError
+
+BATCH_TOKENS = 2048
+"""Tokens that go through a layer at a time, a canvas at least: enough rows for the processor's best rate."""
+HEAD_COLUMNS = 8192
+"""Columns of the head that are widened to fp32 at a time."""
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class MemoryLimitError(DlmError):
+    """What is asked for does not fit the memory, or the disk, that it may take."""
+
+
+class ReadTensor(Protocol):
+    """Where parameters come from."""
+
+    def __call__(self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None) -> Tensor:
+        """A parameter of ``Denoiser``, or ``rows`` of its first axis, on the CPU; not to be written to. None: as stored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Canvases of one length: their numbers, ids int64 ``[B, L]``, and where their tokens lie among all."""
+
+    numbers: tuple[int, ...]
+    ids: Tensor
+    rows: slice
+
+
+def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """The canvases by length, shortest first, in their order, as many together as ``tokens`` hold."""
+    by_length: dict[int, list[int]] = {}
+    for number, canvas in enumerate(canvases):
+        by_length.setdefault(len(canvas), []).append(number)
+    batches, first = [], 0
+    for length, numbers in sorted(by_length.items()):
+        count = max(1, tokens // length)
+        for start in range(0, len(numbers), count):
+            chosen = tuple(numbers[start : start + count])
+            ids = torch.from_numpy(np.stack([canvases[number] for number in chosen]).astype(np.int64))
+            batches.append(Batch(chosen, ids, slice(first, first + ids.numel())))
+            first += ids.numel()
+    return batches
+
+
+class Layered:
+    """A denoiser's parts, each read when it is asked for; nothing of it is held but tables of cosines and sines."""
+
+    def __init__(
+        self, read: ReadTensor, network: NetworkSpec, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> None:
+        """``dtype``: what layers compute in, on ``device`` (None: the CPU). Raises UnbuiltNetworkError."""
+        check_built(network)
+        self.read, self.network, self.dtype = read, network, dtype
+        self.device = device or torch.device("cpu")
+        tables = network.rotary_tables()
+        self._rotary = [Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables]
+        used = [rotary_table(layer.attention) for layer in network.layers]
+        self._turned_by = [None if table is None else tables.index(table) for table in used]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings ``[B, L, hidden]`` of ids ``[B, L]``: only their rows of the table are read."""
+        wanted, places = torch.unique(ids, return_inverse=True)
+        return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
+
+    def block(self, i: int) -> Block:
+        """Layer ``i`` with its weights, which go when it goes."""
+        c = self.network
+        with torch.device("meta"):
+            block = Block(c.layers[i], c.hidden_size, is_plain=False)
+        return self._filled(block, f"blocks.{i}.")
+
+    def turn(self, i: int, batch: Batch) -> Turn | None:
+        """What layer ``i`` turns the heads of a batch by."""
+        number = self._turned_by[i]
+        if number is None:
+            return None
+        table = self._rotary[number]
+        return table.cos, table.sin, torch.arange(batch.ids.shape[1], device=self.device).expand_as(batch.ids)
+
+    def final_norm(self) -> RMSNorm:
+        """The norm behind the last layer."""
+        c = self.network
+        with torch.device("meta"):
+            norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain=False)
+        return self._filled(norm, "final_norm.")
+
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """What makes features ``[R, hidden]`` raw logits fp32 ``[R, V]`` on the CPU, holding the head as it is stored.
+
+        It computes in fp32, whatever the layers do, and widens a few columns at a time.
+        """
+        c = self.network
+        weight = self.read("embed.weight", None).T if c.tied_head else self.read("head.weight", None)
+
+        def project(features: Tensor) -> Tensor:
+            wide = features.to(self.device, torch.float32)
+            out = torch.empty(*features.shape[:-1], c.vocab_size)
+            for start in range(0, c.vocab_size, HEAD_COLUMNS):
+                columns = slice(start, start + HEAD_COLUMNS)
+                out[..., columns] = wide @ weight[:, columns].to(self.device).float()
+            return out
+
+        return project
+
+    def _filled(self, module: _Module, prefix: str) -> _Module:
+        state = {name: self.read(prefix + name, self.dtype).to(self.device) for name, _ in module.named_parameters()}
+        module.load_state_dict(state, assign=True)
+        give_back()
+        return module.eval().requires_grad_(False)
+
+
+def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
+    """The modules of layer ``i`` by the paths that they have in a whole denoiser."""
+    return {f"blocks.{i}.{name}": module for name, module in block.named_modules() if name}
+
+
+class Carried:
+    """All canvases' hidden states between two layers: ``[tokens, hidden]`` in the order of ``batches``.
+
+    ``now`` is the batch that a layer is computing, for those who look into it.
+    """
+
+    now: Batch
+
+    def __init__(
+        self, layered: Layered, canvases: Sequence[np.ndarray], *, memory_bytes: int | None = None, folder: Path | None = None
+    ) -> None:
+        """Embeds the canvases. States beyond ``memory_bytes`` lie in a file of ``folder``, which has no name there; None:
+        they stay in memory. Raises MemoryLimitError where the disk has no room for it.
+        """
+        self.layered, self.batches = layered, make_batches(canvases)
+        tokens = sum(batch.ids.numel() for batch in self.batches)
+        self.states = room_for((tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder)
+        for batch in self.batches:
+            self.states[batch.rows] = layered.embed(batch.ids).flatten(0, 1).cpu()
+
+    def read(self, batch: Batch) -> Tensor:
+        """A batch's states ``[B, L, hidden]`` on the device."""
+        return self.states[batch.rows].view(*batch.ids.shape, -1).to(self.layered.device)
+
+    @torch.no_grad()
+    def through(self, i: int, block: Block, *, keep: bool = True) -> None:
+        """Every batch through layer ``i``; ``keep``: what comes out is carried on, otherwise only looked at."""
+        for batch in self.batches:
+            self.now = batch
+            out, _ = block(self.read(batch), self.layered.turn(i, batch), None)
+            if keep:
+                self.states[batch.rows] = out.flatten(0, 1).cpu()
+
+    @torch.no_grad()
+    def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
+        """Final-norm features ``[R, hidden]`` of each canvas's ``rows`` ``[R]``, on the CPU, behind the last layer."""
+        norm, found = self.layered.final_norm(), [torch.empty(0)] * len(rows)
+        for batch in self.batches:
+            for number, states in zip(batch.numbers, self.read(batch), strict=True):
+                found[number] = norm(states[torch.from_numpy(np.asarray(rows[number], np.int64))]).cpu()
+        return found
+
+
+def room_for(shape: tuple[int, ...], dtype: torch.dtype, memory_bytes: int | None, folder: Path | None) -> Tensor:
+    """An array that is still to be filled: in memory, or beyond ``memory_bytes`` in an unnamed file of ``folder``.
+
+    The file's blocks are taken at once: a write to a mapped page finds no full disk. Raises MemoryLimitError if they are not
+    to be had.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if memory_bytes is None or size <= memory_bytes:
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as err:
+            where = folder or tempfile.gettempdir()
+            raise MemoryLimitError(
+                f"{where}: no room for {size:,} bytes of activations ({err.strerror}). Make room, take fewer samples "
+                "(--calib-samples, --judged), or allow more memory (--memory)."
+            ) from err
+        mapped = np.memmap(file, np.uint8, "r+", shape=(size,))
+    return torch.from_numpy(mapped).view(dtype).view(shape)
+
+
+def sweep(carried: Carried, on_layer: Callable[[], None] = lambda: None) -> None:
+    """All canvases through all layers; ``on_layer`` is called behind each."""
+    for i in range(len(carried.layered.network.layers)):
+        carried.through(i, carried.layered.block(i))
+        on_layer()

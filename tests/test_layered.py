@@ -1,0 +1,74 @@
+"""A denoiser read a layer at a time gives what the whole one gives, in memory or in a file, and refuses what has no room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_export import families
+from dlm_export.network import layered
+from dlm_export.network.layered import Carried, MemoryLimitError, make_batches, sweep
+from dlm_export.sources import open_source
+
+
+def _canvases(vocab_size: int, lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, length) for length in lengths]
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
+@settings(max_examples=100, deadline=None)
+def test_every_canvas_is_in_one_batch_of_its_own_length(lengths: list[int], tokens: int) -> None:
+    canvases = _canvases(50, lengths)
+    batches = make_batches(canvases, tokens)
+    assert sorted(number for batch in batches for number in batch.numbers) == list(range(len(lengths)))
+    rows = 0
+    for batch in batches:
+        assert batch.rows == slice(rows, rows + batch.ids.numel())
+        rows = batch.rows.stop
+        assert len(batch.numbers) == 1 or batch.ids.numel() <= tokens
+        for number, ids in zip(batch.numbers, batch.ids, strict=True):
+            assert np.array_equal(ids.numpy(), canvases[number])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_bytes", [None, 0])
+@pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
+def test_the_logits_are_those_of_the_whole_denoiser(
+    family: str, dtype: torch.dtype, memory_bytes: int | None, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    source = open_source(request.getfixturevalue(family))
+    canvases = _canvases(source.network.vocab_size, [5, 9, 5, 12, 9, 5])
+    rows = [np.array([0, len(canvas) - 1]) for canvas in canvases]
+    parts = families.layered(source.parameters, source.network, dtype)
+    carried = Carried(parts, canvases, memory_bytes=memory_bytes, folder=tmp_path)
+    seen: list[int] = []
+    sweep(carried, lambda: seen.append(len(seen)))
+    assert len(seen) == len(source.network.layers)
+    project = parts.head()
+    whole = families.load(source.parameters, source.network, dtype)
+    for canvas, chosen, features in zip(canvases, rows, carried.features(rows), strict=True):
+        with torch.no_grad():
+            expected = whole(torch.from_numpy(canvas).unsqueeze(0))[0, torch.from_numpy(chosen)].float()
+        # Rows of other canvases in a product change the order of its sums; in bf16 the head is multiplied in fp32 here.
+        tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+        assert (project(features) - expected).abs().max() <= tolerance * (expected.max() - expected.min())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_before_anything_is_computed(
+    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int, _offset: int, _size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = open_source(llada_checkpoint)
+    monkeypatch.setattr(layered.os, "posix_fallocate", full)
+    with pytest.raises(MemoryLimitError, match=r"no room for [\d,]+ bytes of activations \(No space left on device\)"):
+        Carried(families.layered(source.parameters, source.network), [np.arange(4)], memory_bytes=0, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
