@@ -565,31 +565,14 @@ def test_inputs_larger_than_a_chunk_are_counted_once() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_nothing(bad: float) -> None:
-    observer = observe(heavy_tailed(), keep_rows=4, gram=True)
-    before = (observer.summary(), observer.rows.copy(), observer.gram.copy())  # type: ignore[union-attr]
+    observer = observe(heavy_tailed(), keep_rows=4)
+    before = (observer.summary(), observer.rows.copy())
     x = heavy_tailed(10)
     x[2, 5] = x[7, 0] = bad
     with pytest.raises(CalibrationError, match=r"^blocks\.0\.mlp\.up: 2 of 480 inputs are NaN or infinite"):
         observer.add(x, np.zeros(10, dtype=bool), 3)
     assert observer.summary() == before[0]
     assert (observer.rows == before[1]).all()
-    assert (observer.gram == before[2]).all()
-
-
-def test_the_gram_matrix_is_the_weighted_sum_of_outer_products() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((700, 1100)).astype(np.float32)  # wider than the rows of one product
-    weight = rng.uniform(0, 2, 700)
-    observer = Observer("l", 1100, gram=True)
-    observer.add(x[:400], np.zeros(400, dtype=bool), 0, weight[:400])
-    observer.add(x[400:], np.zeros(300, dtype=bool), 1, weight[400:])
-    exact = (x.astype(np.float64) * weight[:, None]).T @ x.astype(np.float64)
-    assert observer.gram is not None
-    assert observer.gram.dtype == np.float32
-    np.testing.assert_allclose(observer.gram, exact, atol=1e-5 * np.abs(exact).max())
-    unweighted = observe(x[:50], gram=True).gram
-    np.testing.assert_allclose(unweighted, x[:50].T @ x[:50], atol=1e-3)
-    assert observe(x[:50]).gram is None
 
 
 def test_rows_are_drawn_evenly_from_all_that_passed() -> None:

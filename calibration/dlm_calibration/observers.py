@@ -34,7 +34,6 @@ _EDGES[0] = 0.0  # the first bin takes zeros and all that is as good as zero
 
 _BUCKETS = 11  # ten of mask ratios, and clean states behind them: bucket -1 is the last index
 _CHUNK = 1 << 18  # elements worked on at a time
-_GRAM_ROWS = 1024
 _MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)  # of the largest magnitude, down to 1/1024
 _MSE_POINTS = 8  # in a bin, which may span several levels of INT8
 _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = 2048, 128, 16  # as TensorRT calibrates INT8 (Migacz, GTC 2017)
@@ -43,16 +42,13 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = 2048, 128, 16  # as TensorRT ca
 class Observer:
     """Statistics of one layer's input, ``channels`` wide.
 
-    ``keep_rows`` input vectors are kept, drawn evenly from all with ``seed``; with ``gram`` also the sum of their outer
-    products.
+    ``keep_rows`` input vectors are kept, drawn evenly from all with ``seed``.
     """
 
-    def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0, gram: bool = False) -> None:
+    def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
         self.layer = layer
         self.channels = channels
         self.count = 0  # input vectors seen
-        self.gram = np.zeros((channels, channels), dtype=np.float32) if gram else None
-        """fp32 ``[K, K]``, the sum over input vectors of ``weight * x x^T``; None if not asked for."""
         self._rng = np.random.default_rng(seed)
         self._rows = np.empty((keep_rows, channels), dtype=np.float32)
         self._channel_amax = np.zeros((2, channels), dtype=np.float32)  # committed, masked
@@ -61,19 +57,17 @@ class Observer:
         self._powers = np.zeros((_BUCKETS, 2, 4), dtype=np.float64)  # sums of x, x**2, x**3, x**4
         self._counts = np.zeros((_BUCKETS, 2, _BINS), dtype=np.int64)
 
-    def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int, weight: np.ndarray | None = None) -> None:
+    def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int) -> None:
         """Take in the input of one pass.
 
-        ``x``: fp32 ``[P, K]``, padding left out; ``is_masked``: bool ``[P]``; ``bucket``: the state's, -1..9; ``weight``:
-        ``[P]``, not negative, how much each vector counts in ``gram`` alone. Raises CalibrationError, and takes in nothing,
-        if ``x`` holds NaN or infinity.
+        ``x``: fp32 ``[P, K]``, padding left out; ``is_masked``: bool ``[P]``; ``bucket``: the state's, -1..9. Raises
+        CalibrationError, and takes in nothing, if ``x`` holds NaN or infinity.
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
         assert x.shape == (len(x), self.channels), f"{self.layer}: input {x.shape}, {self.channels} channels"
         assert is_masked.shape == x.shape[:1]
         assert is_masked.dtype == np.bool_
         assert -1 <= bucket < _BUCKETS - 1
-        assert weight is None or (weight.shape == x.shape[:1] and (weight >= 0).all())
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:
             raise CalibrationError(
@@ -86,10 +80,6 @@ class Observer:
                 self._take(chosen[start : start + rows], bucket, group)
         if len(self._rows):
             self._keep(x)
-        if self.gram is not None:
-            weighted = x if weight is None else x * weight[:, None].astype(np.float32)
-            for start in range(0, self.channels, _GRAM_ROWS):  # no second matrix of that size
-                self.gram[start : start + _GRAM_ROWS] += weighted[:, start : start + _GRAM_ROWS].T @ x
         self.count += len(x)
 
     @property
@@ -182,15 +172,21 @@ class Observer:
         """Count ``x``, fp32 ``[P, K]`` with P > 0, in one group: committed (0) or masked (1) positions of a bucket."""
         magnitudes = np.abs(x)
         channels = magnitudes.max(0)
+        amax = float(channels.max())
         # The upper bits of a positive fp32 number, exponent and first bits of the mantissa, are its bin.
-        bins = (magnitudes.view(np.int32) >> (23 - _BITS)) - _OFFSET
-        values = x.ravel().astype(np.float64)
-        squares = values * values
+        bins = magnitudes.view(np.int32) >> (23 - _BITS)
+        bins -= _OFFSET
+        np.clip(bins, 0, _BINS - 1, out=bins)
+        if amax > SMALLEST_AMAX:  # what is as good as zero adds nothing to powers
+            # Of values scaled to 1, so that none of the powers overflows; summed in fp32 over one portion.
+            values = (x / np.float32(amax)).ravel()
+            squares = values * values
+            powers = (values.sum(dtype=np.float64), squares.sum(dtype=np.float64), squares @ values, squares @ squares)
+            self._powers[bucket, group] += np.array(powers, np.float64) * amax ** np.arange(1.0, 5.0)
         np.maximum(self._channel_amax[group], channels, out=self._channel_amax[group])
         self._vectors[bucket, group] += len(x)
-        self._amax[bucket, group] = max(self._amax[bucket, group], float(channels.max()))
-        self._powers[bucket, group] += (values.sum(), squares.sum(), squares @ values, squares @ squares)
-        self._counts[bucket, group] += np.bincount(bins.clip(0, _BINS - 1).ravel(), minlength=_BINS)
+        self._amax[bucket, group] = max(self._amax[bucket, group], amax)
+        self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
 
     def _keep(self, x: np.ndarray) -> None:
         """Reservoir sampling (Vitter, 1985, algorithm R) of ``x``'s rows."""

@@ -1,7 +1,7 @@
-"""Better weights for the same format: smoothing, AWQ scaling, GPTQ and Hadamard rotation, on numpy arrays alone.
+"""Better weights for the same format: smoothing, AWQ scaling and Hadamard rotation, on numpy arrays alone.
 
 All take the weight as ``w`` ``[K, N]``, used as ``x @ w``, and scale or rotate the K input channels: SmoothQuant
-(arXiv:2211.10438), AWQ (arXiv:2306.00978), GPTQ (arXiv:2210.17323), rotation as in QuaRot (arXiv:2404.00456).
+(arXiv:2211.10438), AWQ (arXiv:2306.00978), rotation as in QuaRot (arXiv:2404.00456).
 Scales are meant as ``(x / scales) @ (scales[:, None] * w)``, the division folded into whatever produces x.
 """
 
@@ -11,21 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dlm_calibration.formats import (
-    E2M1_VALUES,
-    FP32,
-    QuantisationError,
-    QuantisedWeight,
-    ScaleType,
-    e2m1_codes,
-    encode,
-    group_amax,
-    nvfp4_group_scales,
-    quantise_weight,
-    scales_of,
-)
+from dlm_calibration.formats import QuantisationError
 
-_BATCH = 128  # rows of GPTQ whose errors are carried over one at a time; those behind get them in one product
 _SCALE_LIMIT = 1e4  # smoothing and AWQ scales stay within 1 / this .. this: they are folded into fp16 weights
 _LARGEST_ROTATION = 1024
 
@@ -103,71 +90,6 @@ def awq_scales(
     return best, before, best_loss
 
 
-def gptq(
-    w: np.ndarray,
-    gram: np.ndarray,
-    *,
-    format: str = "int4",
-    group_size: int | None = None,
-    damping: float = 0.01,
-    activation_order: bool = False,
-    scale_dtype: ScaleType = FP32,
-) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least: the rows behind a row make up for its rounding error.
-
-    ``gram`` ``[K, K]`` is the (weighted) sum of ``x^T x`` over the calibration inputs. ``damping`` is the share of its mean
-    diagonal that is added to the diagonal. int4 (groups of ``group_size`` rows, 128 unless given) and nvfp4 (of 16): a group
-    is scaled when it begins, from the weights as corrected so far; int8 and fp8: one scale a column. ``activation_order``
-    takes the rows by falling energy, with every scale fixed beforehand. An input channel that was always zero is rounded to
-    nearest and corrects nothing.
-
-    Raises QuantisationError for unknown formats, shapes that do not match, values that are not finite, and a gram matrix that
-    is not positive semi-definite. Time: K^2 N + K^3 multiply-adds; memory: about four float64 [K, K].
-    """
-    if not damping > 0:
-        raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
-    # Checks the rest, and its scales are the static ones.
-    nearest = quantise_weight(w, format, group_size=group_size, scale_dtype=scale_dtype)
-    rows, columns = nearest.shape
-    size = nearest.group_size or rows
-    factor, order = _inverse_factor(gram, rows, damping, activation_order)
-
-    left = np.array(w, dtype=np.float32)[order]  # corrected as we go
-    # One row of scales a group, in nvfp4 as the numbers that codes are multiplied with.
-    by_group = nearest.scales.T if format == "nvfp4" else nearest.scales.reshape(-1, columns)
-    scales = np.array(by_group)
-    codes = np.empty((rows, columns), nearest.codes.dtype)
-    # A group's scale has to see every correction before it, so a batch ends where a group does.
-    is_grouped = nearest.group_size is not None and not activation_order
-    batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
-    for start in range(0, rows, batch):
-        stop = min(start + batch, rows)
-        errors = np.empty((stop - start, columns), dtype=np.float32)
-        for i in range(start, stop):
-            group = int(order[i]) // size
-            if is_grouped and i % size == 0:
-                amax = group_amax(left[i : min(i + size, rows)], size)[0]
-                if nearest.global_scale is None:
-                    scales[group] = scales_of(amax, format, scale_dtype)
-                else:
-                    scales[group] = nvfp4_group_scales(amax, nearest.global_scale)
-            if nearest.global_scale is None:
-                codes[order[i]] = encode(left[i], scales[group], format)
-                values = codes[order[i]].astype(np.float32) * scales[group]
-            else:
-                steps = scales[group].astype(np.float32) * nearest.global_scale
-                codes[order[i]] = e2m1_codes(left[i] / steps)
-                values = E2M1_VALUES[codes[order[i]]] * steps
-            errors[i - start] = (left[i] - values) / factor[i, i]
-            left[i + 1 : stop] -= factor[i, i + 1 : stop, None] * errors[i - start]
-        left[stop:] -= factor[start:stop, stop:].T @ errors
-    if format == "nvfp4":
-        codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
-    elif nearest.group_size is None:
-        scales = scales[0]
-    return QuantisedWeight(format, codes, scales, nearest.global_scale, nearest.group_size)
-
-
 def hadamard(size: int) -> np.ndarray:
     """The orthonormal Hadamard matrix (Sylvester's, symmetric) for ``size`` channels, fp32 ``[n, n]``.
 
@@ -197,42 +119,3 @@ def rotate_rows(w: np.ndarray) -> np.ndarray:
     blocks = np.asarray(w, dtype=np.float32).reshape(-1, len(matrix), w.shape[1])
     rotated: np.ndarray = (matrix @ blocks).reshape(w.shape)  # symmetric: its own transpose
     return rotated
-
-
-def _inverse_factor(gram: np.ndarray, rows: int, damping: float, activation_order: bool) -> tuple[np.ndarray, np.ndarray]:
-    """``(factor, order)``: fp32 upper triangular ``U`` with ``U^T U`` the inverse of the damped gram, its rows in ``order``."""
-    if gram.shape != (rows, rows):
-        raise QuantisationError(
-            f"a gram matrix of shape {list(gram.shape)} does not belong to a weight of {rows} input channels."
-        )
-    hessian = np.array(gram, dtype=np.float64)
-    diagonal = np.einsum("ii->i", hessian)  # a view
-    if not np.isfinite(hessian).all() or (diagonal < 0).any():
-        raise QuantisationError("the gram matrix has values that are not finite, or a negative diagonal: calibrate again.")
-    is_dead = diagonal == 0
-    diagonal[is_dead] = 1  # the rest of its row and column is zero too, or the matrix is no gram matrix
-    diagonal += damping * diagonal[~is_dead].mean() if not is_dead.all() else 0
-    order = np.argsort(-diagonal, kind="stable") if activation_order else np.arange(rows)
-    # With R R^T the hessian and R upper triangular, U is the inverse of R. R is the Cholesky factor of the matrix with rows
-    # and columns reversed, reversed again: one factorisation, where inverting first would need two and lose digits.
-    reverse = order[::-1]
-    try:
-        lower = np.linalg.cholesky(hessian[np.ix_(reverse, reverse)])
-    except np.linalg.LinAlgError as err:
-        raise QuantisationError(
-            f"the gram matrix is not positive definite with damping {damping}: use more inputs, or raise it."
-        ) from err
-    return _inverse_lower(lower)[::-1, ::-1].astype(np.float32), order
-
-
-def _inverse_lower(lower: np.ndarray) -> np.ndarray:
-    """The inverse of a lower triangular matrix: halves inverted by recursion, the corner by two products."""
-    size = len(lower)
-    if size <= 64:
-        return np.tril(np.linalg.inv(lower))
-    half = size // 2
-    inverse = np.zeros_like(lower)
-    inverse[:half, :half] = _inverse_lower(lower[:half, :half])
-    inverse[half:, half:] = _inverse_lower(lower[half:, half:])
-    inverse[half:, :half] = -inverse[half:, half:] @ (lower[half:, :half] @ inverse[:half, :half])
-    return inverse

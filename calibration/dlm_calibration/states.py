@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,6 +260,34 @@ class State:
     def sha256(self) -> str:
         """Hash of the canvas and the prompt's length."""
         return hashlib.sha256(np.array([self.prompt_length, *self.canvas], "<i8").tobytes()).hexdigest()
+
+
+def write_states(states: Sequence[State], path: Path) -> None:
+    """Keep states in a file, which is there whole or not at all."""
+    arrays = {
+        "tokens": np.concatenate([state.canvas for state in states]),
+        "lengths": np.array([len(state.canvas) for state in states], np.int64),
+        "prompt_lengths": np.array([state.prompt_length for state in states], np.int64),
+        "mask_ratios": np.array([state.mask_ratio for state in states], np.float64),
+        "sources": np.array([SOURCES.index(state.source) for state in states], np.int64),
+    }
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    partial.replace(path)
+
+
+def read_states(path: Path) -> list[State]:
+    """What ``write_states`` kept. Raises CalibrationError for a file that it did not write."""
+    names = ("tokens", "lengths", "prompt_lengths", "mask_ratios", "sources")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, lengths, prompts, ratios, sources = (file[name] for name in names)
+        canvases = np.split(np.asarray(tokens, np.int64), np.cumsum(lengths)[:-1])
+        rows = zip(canvases, sources.tolist(), ratios.tolist(), prompts.tolist(), strict=True)
+        return [State(canvas, SOURCES[source], ratio, prompt) for canvas, source, ratio, prompt in rows]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as err:
+        raise CalibrationError(f"{path}: not calibration states that a build has kept ({err}). Remove it.") from err
 
 
 def make_states(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export import bundle as bundle_files
+from dlm_export.building import work
 from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.building.proving import Proof, prove
 from dlm_export.building.quantising import Quantised, quantise
@@ -88,7 +89,8 @@ def build(
 
     ``options`` None: an fp32 bundle for the CPU. ``overrides``: what the checkpoint does not say, or not right.
 
-    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError; ParityError when the finished
+    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError, DeviceError, ResumeError,
+    MemoryLimitError; ParityError when the finished
     bundle differs from torch; AccuracyError when it misses a budget; AuditError when an engine is not what was asked for.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
@@ -112,8 +114,9 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base) + SMALL_FILES_BYTES)
     with bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder:
         text = write_text(source.text, folder)
-        quantised = quantise(job, text.tokenizer, stages) if request.is_quantised else None
-        written = write_graph(job, quantised, folder, stages)
+        with work.opened(job, folder, stages) as workplace:
+            quantised = quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
+            written = write_graph(job, quantised, folder, stages)
         manifest = _make_manifest(job, quantised, text, written.fused)
         with stages.stage("hash files", 1) as advance:
             hashed = bundle_files.finish(folder, manifest)

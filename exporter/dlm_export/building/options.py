@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dlm_export.judging.auto import AutoOptions
@@ -32,7 +33,9 @@ class BuildOptions:
     the name or file of a recipe, ``auto`` or ``stored``. ``activations`` (fp16, bf16) are of quantised bundles for GPUs,
     None: as the source is stored. ``engine`` says how engines are built, None: not here. ``plain_graph`` writes elementary
     operators only, for TensorRT before 10.14. ``force`` replaces the bundle that is there. ``check_parity=False`` skips
-    parity, and the judging of a quantised bundle, which ``quantise`` describes.
+    parity, and the judging of a quantised bundle, which ``quantise`` describes. ``device`` is torch's: auto, cpu, cuda, cuda:1.
+    ``memory_bytes`` bounds what torch holds, None: by what is free. ``resume``: folder where finished stages of a quantised
+    build are kept, and taken up.
     """
 
     targets: tuple[str, ...] = ("cpu",)
@@ -43,3 +46,6 @@ class BuildOptions:
     force: bool = False
     check_parity: bool = True
     quantise: QuantiseOptions = field(default_factory=QuantiseOptions)
+    device: str = "auto"
+    memory_bytes: int | None = None
+    resume: Path | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, Recipe
-from dlm_calibration.states import State
+from dlm_calibration.states import State, read_states, write_states
 from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
@@ -19,6 +19,7 @@ from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate, samples
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
+from dlm_export.workplace import Workplace
 from dlm_runtime.tokenizer import Tokenizer
 
 
@@ -58,7 +59,7 @@ class Quantised:
         }
 
 
-def quantise(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Quantised:
+def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages) -> Quantised:
     """Find the recipe's numbers. Raises CheckpointError, RecipeError, CalibrationError, TargetError."""
     request, source = job.request, job.source
     options = request.options.quantise
@@ -72,7 +73,7 @@ def quantise(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Quantised
     needs_states = recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     calibration = None
     if needs_states or request.options.check_parity:
-        calibration = _make_states(job, tokenizer, stages)
+        calibration = _make_states(job, tokenizer, workplace, stages)
     curve: list[auto.CurvePoint] = []
     if recipe is None or formats is None:
         assert calibration is not None
@@ -85,8 +86,8 @@ def quantise(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Quantised
         numbers = calibrate.take_stored(source.parameters, source.network, recipe, formats, scale_dtype)
         return Quantised(numbers, calibration)
     states = [] if calibration is None else calibration.states
-    sweeps = calibrate.sweeps(recipe, formats, source.network, options.calibrator)
-    with stages.stage("calibrate", max(1, sweeps * len(states))) as advance:
+    units = calibrate.units(recipe, formats, source.network, len(states), options.calibrator)
+    with stages.stage("calibrate", max(1, units)) as advance:
         numbers = calibrate.calibrate(
             source.parameters,
             source.network,
@@ -96,6 +97,7 @@ def quantise(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Quantised
             advance,
             options.calibrator,
             scale_dtype,
+            workplace,
         )
     return Quantised(numbers, calibration, curve)
 
@@ -109,14 +111,19 @@ def stored_recipe(source: Source) -> Recipe:
     return Recipe(STORED, layers)
 
 
-def _make_states(job: Job, tokenizer: Tokenizer | None, stages: Stages) -> Calibration:
+def _make_states(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages) -> Calibration:
     source, options = job.source, job.request.options.quantise
     data = samples.load_data(source.network, source.path, tokenizer, options.calibration)
-    with stages.stage("make states", len(data.calibration)) as advance:
-        denoiser = families.load(source.parameters, source.network, calibrate.holding_dtype(source.network))
-        states = list(samples.calibration_states(source, denoiser, data, options.calibration, advance))
-    del denoiser
-    give_back()
+    if workplace.states is not None and workplace.states.exists():
+        states = read_states(workplace.states)
+    else:
+        with stages.stage("make states", len(data.calibration)) as advance:
+            denoiser = families.load(source.parameters, source.network, calibrate.holding_dtype(source.network))
+            states = list(samples.calibration_states(source, denoiser.to(workplace.device), data, options.calibration, advance))
+        del denoiser
+        give_back()
+        if workplace.states is not None:
+            write_states(states, workplace.states)
     digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
     provenance = {
         "samples": len(data.calibration),
@@ -136,7 +143,7 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
     request, options = job.request, job.request.options.quantise
     formats = auto.formats_for(request.targets, options.auto)
     network = job.source.network
-    with stages.stage("search", auto.units(network, formats, len(calibration.states))) as advance:
+    with stages.stage("search", auto.units(network, formats)) as advance:
         return auto.search(
             job.source,
             calibration.states,

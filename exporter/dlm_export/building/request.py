@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dlm_calibration.recipes import HIGH, NEXT, Recipe, abridged
+import torch
+
+from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
@@ -18,6 +20,7 @@ from dlm_export.targets import AUTO, STORED, Target, TargetError
 from dlm_export.tensorrt import builders, estimate
 from dlm_export.tensorrt.builders import Builder
 from dlm_export.tensorrt.estimate import EngineOptions
+from dlm_export.workplace import find_device
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Request:
     """None in full precision, and where it is found on the way: ``auto``, ``stored``."""
     builders: Mapping[str, Builder]
     """Target -> what builds its engine here; those without are built on the device."""
+    device: torch.device
+    """Where torch works."""
 
     @property
     def on_gpu(self) -> bool:
@@ -71,7 +76,9 @@ class Job:
 
 
 def check_request(options: BuildOptions) -> Request:
-    """Raises TargetError, RecipeError, CalibrationError, EngineError for options that cannot be met, whatever the source."""
+    """Raises TargetError, RecipeError, CalibrationError, EngineError, DeviceError for options that cannot be met, whatever the
+    source.
+    """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].sm is not None
     recipe = targets.recipe_for(devices, options.precision)
@@ -91,7 +98,9 @@ def check_request(options: BuildOptions) -> Request:
             builder = builders.find_builder(target, options.engine)
             if builder is not None:
                 found[target.name] = builder
-    return Request(options, tuple(devices), recipe, found)
+    if options.resume is not None and recipe is None:
+        raise RecipeError("--resume is for a recipe that is known beforehand, and no full precision")
+    return Request(options, tuple(devices), recipe, found, find_device(options.device))
 
 
 def check_job(request: Request, source: Source) -> Job:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,30 @@ QUANTISE_OPTIONS = (
     ),
     *_BUDGET_OPTIONS,
 )
+
+
+def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """A size such as 8GB, 512MiB, or in bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size: write 8GB, 512MiB, or a number of bytes.")
+    number, unit, is_binary = match.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+_MEANS_OPTIONS = (
+    click.option(
+        "--device", default="auto", show_default=True, help="Where torch works: auto, cpu, cuda or cuda:0; auto: a GPU if any."
+    ),
+    click.option(
+        "--memory", metavar="SIZE", callback=_to_bytes, help="Most that torch may hold, such as 8GB.  [default: what is free]"
+    ),
+    click.option(
+        "--resume", type=click.Path(path_type=Path, file_okay=False), help="Folder to keep finished stages in, and take up."
+    ),
+)
 ENGINE_OPTIONS = (
     click.option("--canvas", type=click.IntRange(1), help="Tokens of the longest canvas an engine takes.  [default: all]"),
     click.option(
@@ -140,12 +165,13 @@ OUTPUT_OPTIONS = (
     click.option(
         "--activations", type=click.Choice(["fp16", "bf16"]), help="Of quantised bundles for GPUs.  [default: as stored]"
     ),
+    *_MEANS_OPTIONS,
     *ENGINE_OPTIONS,
 )
 PRECISION_HELP = "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
 
 _QUANTISED_ONLY = (
-    *("activations", "calib", "calib_preset", "observer", "solver", "smoothing", "rotate_down", "embedding"),
+    *("activations", "resume", "calib", "calib_preset", "observer", "solver", "smoothing", "rotate_down", "embedding"),
     *BUDGETS,
 )
 _ENGINE_ONLY = (
@@ -236,6 +262,9 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
         force=values["force"],
         check_parity=not values["no_verify"],
         quantise=_quantise_options(values),
+        device=values["device"],
+        memory_bytes=values["memory"],
+        resume=values["resume"],
     )
 
 

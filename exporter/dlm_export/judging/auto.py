@@ -79,9 +79,9 @@ def searched(network: NetworkSpec) -> dict[str, LinearSpec]:
     return {path: layer for path, layer in network.quantisable().items() if layer.role != "head"}
 
 
-def units(network: NetworkSpec, formats: Sequence[str], states: int) -> int:
+def units(network: NetworkSpec, formats: Sequence[str]) -> int:
     """How often ``search`` calls ``on_done``."""
-    return len(formats) * (states + len(searched(network))) + PROBES
+    return len(formats) * (len(network.layers) + 1 + len(searched(network))) + PROBES
 
 
 def search(

@@ -42,7 +42,7 @@ def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
     else:
         best = probs.topk(2).values
         found = best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]
-    return found.double().numpy()
+    return found.double().cpu().numpy()
 
 
 class _Run:
@@ -51,7 +51,8 @@ class _Run:
     def __init__(self, denoiser: Denoiser, canvas: Tensor, policy: Policy) -> None:
         self.denoiser = denoiser
         self.network = denoiser.network
-        self.canvas = canvas
+        self.device = denoiser.embed.weight.device
+        self.canvas = canvas.to(self.device)
         self.policy = policy
         self.cache: Past = []
         self.before = 0  # start of the block decided before
@@ -74,7 +75,7 @@ class _Run:
                 (torch.cat((k[:, :, :first], k[:, :, last:]), 2), torch.cat((v[:, :, :first], v[:, :, last:]), 2))
                 for k, v in self.cache
             ]
-        positions = torch.arange(first, last).unsqueeze(0)
+        positions = torch.arange(first, last, device=self.device).unsqueeze(0)
         hidden, present = self.denoiser.hidden(self.canvas[first:last].unsqueeze(0), positions, past)
         if is_opening:
             for kept, new in zip(self.cache, present, strict=False):
@@ -86,13 +87,14 @@ class _Run:
         """Make a turn's pass and its commit. Returns the committed positions, int64."""
         c = self.network
         hidden, first = self.features(turn.start, turn.end, is_opening=turn.step == 0)
-        positions = torch.from_numpy(turn.positions)
+        positions = torch.from_numpy(turn.positions).to(self.device)
         rows = (positions - c.shift).clamp(min=0) - first
         logits = self.denoiser.project(hidden[rows]).float()
         logits[:, c.mask_token_id] = -torch.inf
         chosen = choose_in(turn, scores(turn, logits, self.policy), self.policy)
         committed: np.ndarray = turn.positions[chosen]
-        self.canvas[torch.from_numpy(committed)] = logits.argmax(-1)[torch.from_numpy(chosen)]
+        best = logits.argmax(-1).cpu()[torch.from_numpy(chosen)]
+        self.canvas[torch.from_numpy(committed).to(self.device)] = best.to(self.device)
         return committed
 
 
@@ -128,11 +130,11 @@ def fill(
         undecided[run.take(turn)] = False
         nfe += 1
         if on_step is not None:
-            on_step(Canvas(run.canvas.numpy().copy(), undecided.copy()))
+            on_step(Canvas(run.canvas.cpu().numpy().copy(), undecided.copy()))
         if policy.stop != "eos" or undecided[turn.start : turn.end].any():
             continue
         new = turn.start + np.flatnonzero(canvas.undecided[turn.start : turn.end])
-        if np.isin(run.canvas.numpy()[new], c.eos_token_ids).any():
-            run.canvas[torch.from_numpy(undecided)] = c.eos_token_ids[0]
+        if np.isin(run.canvas.cpu().numpy()[new], c.eos_token_ids).any():
+            run.canvas[torch.from_numpy(undecided).to(run.device)] = c.eos_token_ids[0]
             undecided[:] = False
     return Reference(run.canvas.tolist(), nfe)

@@ -1,8 +1,9 @@
 """From a recipe and states to the numbers of a quantised graph: ranges, foldings, solved weights.
 
-The torch denoiser runs every state with an observer at the input of each quantised layer. Smoothing and AWQ fold scales into
-norms and neighbouring matrices first; then the folded denoiser, which computes the same function, is observed. Which layers
-share an input and where its scale can go is said by the network's ``LinearSpec``.
+All states go through the denoiser a layer at a time (``network.layered``), with an observer at the input of each quantised
+matrix. Smoothing and AWQ fold scales into norms and neighbouring matrices of the layer first; then the folded layer, which
+computes the same function, is observed, and its matrices are solved before the next layer is read. Which matrices share an
+input and where its scale can go is said by the network's ``LinearSpec``.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.families.base import Parameters
+from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.layered import Carried, named
 from dlm_export.network.spec import LinearSpec, NetworkSpec
-from dlm_export.quantising import modelopt
+from dlm_export.quantising import gptq, modelopt
+from dlm_export.quantising.gptq import Gram
+from dlm_export.quantising.solved import Solved
+from dlm_export.workplace import Workplace
 
-COMMITTED_WEIGHT = 0.5
-"""GPTQ's weight of a committed position; a masked one counts 1, because only its prediction is read."""
 AWQ_ROWS = 256
-GRAM_BYTES = 1 << 30  # of GPTQ's Gram matrices held at a time; more layers take another sweep
 
 
 LARGE = 500_000_000
@@ -110,7 +113,7 @@ class Quantisation:
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
     """What the graph holds scales in."""
-    _solved: dict[str, QuantisedWeight] = field(default_factory=dict)
+    solved: Solved = field(default_factory=Solved)
 
     def matrix(self, layer: str) -> np.ndarray:
         """A layer's full-precision weight ``[K, N]``, fp32, foldings and rotation applied."""
@@ -125,21 +128,21 @@ class Quantisation:
             found = self.stored.stored(f"{layer}.weight")
             assert found is not None
             return with_scales(found.weight, self.scale_dtype)
-        if layer not in self._solved:
+        if layer not in self.solved:
             return self.rounded(self.matrix(layer), chosen)
-        return self._solved[layer]
+        return self.solved[layer]
 
     def rounded(self, w: np.ndarray, chosen: LayerFormat) -> QuantisedWeight:
         """A matrix rounded to nearest in a layer format."""
         assert chosen.weights is not None
         return quantise_weight(w, chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype)
 
-    def solve(self, layer: str, gram: np.ndarray) -> None:
-        """Round a layer's weight by GPTQ; ``gram`` ``[K, K]`` is its input's."""
+    def solve(self, layer: str, factor: Tensor) -> None:
+        """Round a layer's weight by GPTQ; ``factor`` is of its input (``gptq.inverse_factor``)."""
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
-        self._solved[layer] = solvers.gptq(
-            self.matrix(layer), gram, format=chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype
+        self.solved[layer] = gptq.gptq(
+            self.matrix(layer), factor, format=chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype
         )
 
     def embedding(self) -> QuantisedWeight:
@@ -159,55 +162,150 @@ def calibrate(
     recipe: Recipe,
     formats: Mapping[str, str],
     states: Sequence[State],
-    on_state: Callable[[], None],
+    on_done: Callable[[], None],
     calibrator: str = "own",
     scale_dtype: ScaleType = FP32,
+    workplace: Workplace | None = None,
 ) -> Quantisation:
     """Find a recipe's numbers. ``states`` may be empty where ``recipe.needs_states`` says so.
 
-    ``calibrator`` ``modelopt`` takes ranges and folded scales from NVIDIA's package; the rest stays ours. ``on_state`` is
-    called ``sweeps(...) * len(states)`` times. Raises CalibrationError, ModeloptError.
+    ``calibrator`` ``modelopt`` takes ranges and folded scales from NVIDIA's package, which holds the whole denoiser; the rest
+    stays ours. ``on_done`` is called ``units(...)`` times. Raises CalibrationError, ModeloptError, MemoryLimitError.
     """
-    folded = Folded(parameters, network)
-    done = Quantisation(recipe, dict(formats), folded, scale_dtype=scale_dtype)
+    workplace = workplace or Workplace()
+    done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
+    done.solved = Solved(workplace.solved)
     quantised = _quantised(network, formats)
     if recipe.rotate_down:
         done.rotated = {layer.path: len(solvers.hadamard(layer.inputs)) for layer in quantised if layer.role == "down"}
     if not recipe.needs_states(formats):
         return done
-    sites = by_site(quantised)
-    sizes = {of: readers[0].inputs for of, readers in sites.items()}
-
-    if recipe.smoothing is not None or recipe.solver == "awq":
-        observers = Observers({of: Observer(of, sizes[of], keep_rows=AWQ_ROWS, seed=i) for i, of in enumerate(sites)})
-        observe(_load(done), observers, states, {}, on_state)
-        observers.check(sites)
-        if calibrator == "modelopt":
-            groups = {of: [layer.path for layer in readers] for of, readers in sites.items() if readers[0].fold is not None}
-            found = modelopt.scales(_load(done), states, formats, groups, alpha=recipe.smoothing, on_state=on_state)
-            for of, scales in found.items():
-                folded.fold(of, scales)
-        else:
-            _fold(done, observers, sites)
-    grams = _groups(sizes) if recipe.solver == "gptq" else [[]]
-    for group in grams:
-        observers = Observers({of: Observer(of, sizes[of], gram=of in group, seed=i) for i, of in enumerate(sites)})
-        observe(_load(done), observers, states, done.rotated, on_state)
-        observers.check(sites)
-        for of in group:
-            gram = observers[of].gram
-            assert gram is not None
-            for layer in sites[of]:
-                done.solve(layer.path, gram)
-    done.observers = observers
-    if calibrator == "modelopt":
-        done.amax = modelopt.amaxes(_load(done), states, formats, rotated=done.rotated, on_state=on_state)
-        return done
-    for layer in quantised:
-        chosen = FORMATS[formats[layer.path]]
-        if chosen.is_static:
-            done.amax[layer.path] = _range(observers[layer.site], chosen, recipe)
+    is_ours = calibrator == "own"
+    if not is_ours and (recipe.smoothing is not None or recipe.solver == "awq"):
+        groups = {of: [layer.path for layer in readers] for of, readers in by_site(quantised).items() if readers[0].fold}
+        found = modelopt.scales(_load(done), states, formats, groups, alpha=recipe.smoothing, on_state=on_done)
+        for of, scales in found.items():
+            done.parameters.fold(of, scales)
+    _sweep(done, by_site(quantised), states, workplace, on_done, is_folding=is_ours)
+    if is_ours:
+        for layer in quantised:
+            chosen = FORMATS[formats[layer.path]]
+            if chosen.is_static:
+                assert done.observers is not None
+                done.amax[layer.path] = _range(done.observers[layer.site], chosen, recipe)
+    else:
+        done.amax = modelopt.amaxes(_load(done), states, formats, rotated=done.rotated, on_state=on_done)
     return done
+
+
+def units(recipe: Recipe, formats: Mapping[str, str], network: NetworkSpec, states: int, calibrator: str = "own") -> int:
+    """How often ``calibrate`` calls ``on_done``."""
+    if not recipe.needs_states(formats):
+        return 0
+    theirs = 0
+    if calibrator == "modelopt":
+        is_folded = recipe.smoothing is not None or recipe.solver == "awq"
+        theirs = 1 + (0 if not is_folded else 1 if recipe.smoothing is not None else modelopt.AWQ_SWEEPS)
+    return len(network.layers) + 1 + theirs * states
+
+
+@torch.no_grad()
+def _sweep(
+    done: Quantisation,
+    sites: Mapping[str, Sequence[LinearSpec]],
+    states: Sequence[State],
+    workplace: Workplace,
+    on_done: Callable[[], None],
+    *,
+    is_folding: bool,
+) -> None:
+    """Fold, observe and solve, layer by layer; what follows the last one is the head's."""
+    c, recipe = done.parameters.network, done.recipe
+    layered = families.layered(done.parameters, c, holding_dtype(c), workplace.device)
+    canvases = [state.canvas for state in states]
+    carried = Carried(layered, canvases, memory_bytes=workplace.activation_bytes, folder=workplace.folder)
+    seen = _Seen(states, c.mask_token_id, layered.device)
+    numbers = {of: number for number, of in enumerate(sites)}
+    done.observers = Observers()
+    is_folding = is_folding and (recipe.smoothing is not None or recipe.solver == "awq")
+
+    def observed(here: Mapping[str, Sequence[LinearSpec]], keep_rows: int = 0) -> Observers:
+        return Observers(
+            {of: Observer(of, readers[0].inputs, keep_rows=keep_rows, seed=numbers[of]) for of, readers in here.items()}
+        )
+
+    def through(
+        i: int, here: Mapping[str, Sequence[LinearSpec]], observers: Observers, grams: Mapping[str, Gram], *, keep: bool
+    ) -> None:
+        """Layer ``i``, or the head behind the last one, with those who look on."""
+        if i < len(c.layers):
+            block = layered.block(i)
+            modules = named(i, block)
+            for of in here:
+                turn = keep and of in done.rotated  # scales are found in front of the rotation
+                look = functools.partial(seen.look, observers[of], grams.get(of), turn)
+                modules[of].register_forward_pre_hook(lambda _, inputs, look=look: look(inputs[0], carried.now.numbers))
+            carried.through(i, block, keep=keep)
+        elif here:
+            masked = [np.flatnonzero(is_masked) for is_masked in seen.is_masked]
+            for number, features in enumerate(carried.features(masked)):
+                seen.look(observers["head"], grams.get("head"), False, features[None], (number,), rows=masked[number])
+        observers.check(here)
+
+    for i in range(len(c.layers) + 1):
+        inside = f"blocks.{i}." if i < len(c.layers) else "head"
+        here = {of: readers for of, readers in sites.items() if of.startswith(inside)}
+        if is_folding and here:
+            observers = observed(here, AWQ_ROWS)
+            through(i, here, observers, {}, keep=False)
+            _fold(done, observers, here)
+        observers = observed(here)
+        grams = {}
+        if recipe.solver == "gptq":
+            unsolved = (of for of, readers in here.items() if any(layer.path not in done.solved for layer in readers))
+            grams = {of: Gram(here[of][0].inputs, layered.device) for of in unsolved}
+        through(i, here, observers, grams, keep=True)
+        done.observers |= observers
+        while grams:
+            of, gram = grams.popitem()
+            factor = gptq.inverse_factor(gram.matrix)
+            del gram
+            for layer in here[of]:
+                done.solve(layer.path, factor)
+            del factor
+            give_back()
+        on_done()
+
+
+class _Seen:
+    """Inputs of layers as observers take them: a canvas's vectors with what is masked of them."""
+
+    def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
+        self.states = states
+        self.is_masked = [state.canvas == mask_token_id for state in states]
+        self.device = device
+
+    def look(
+        self,
+        observer: Observer,
+        gram: Gram | None,
+        turn: bool,
+        x: Tensor,
+        numbers: Sequence[int],
+        rows: np.ndarray | slice = slice(None),
+    ) -> None:
+        """Show ``x`` ``[B, L, K]`` of the canvases ``numbers`` to a site's observer, of a canvas its ``rows``; ``turn``: what
+        the layer sees is rotated.
+        """
+        wide = x.float().cpu().numpy()
+        if turn:
+            wide = solvers.rotate(wide)
+        for number, vectors in zip(numbers, wide, strict=True):
+            observer.add(vectors, self.is_masked[number][rows], self.states[number].bucket)
+        if gram is not None:
+            weights = [np.where(self.is_masked[number][rows], 1.0, gptq.COMMITTED_WEIGHT) for number in numbers]
+            weight = torch.from_numpy(np.concatenate(weights).astype(np.float32)).to(self.device)
+            gram.add((torch.from_numpy(wide).to(self.device) if turn else x.float()).flatten(0, 1), weight)
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
@@ -238,33 +336,6 @@ def take_stored(
             )
         done.amax[layer] = stored.input_amax
     return done
-
-
-def sweeps(recipe: Recipe, formats: Mapping[str, str], network: NetworkSpec, calibrator: str = "own") -> int:
-    """How often ``calibrate`` runs the states."""
-    if not recipe.needs_states(formats):
-        return 0
-    sizes = {layer.site: layer.inputs for layer in _quantised(network, formats)}
-    groups = len(_groups(sizes)) if recipe.solver == "gptq" else 1
-    is_folded = recipe.smoothing is not None or recipe.solver == "awq"
-    theirs = 0
-    if calibrator == "modelopt":
-        theirs = 1 + (0 if not is_folded else 1 if recipe.smoothing is not None else modelopt.AWQ_SWEEPS)
-    return groups + is_folded + theirs
-
-
-def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Sites, by the size of their input, whose Gram matrices fit ``GRAM_BYTES`` together."""
-    groups: list[list[str]] = [[]]
-    held = 0
-    for of, size in sizes.items():
-        need = 4 * size**2
-        if groups[-1] and held + need > GRAM_BYTES:
-            groups.append([])
-            held = 0
-        groups[-1].append(of)
-        held += need
-    return groups
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
@@ -305,45 +376,6 @@ def batch(state: State) -> tuple[Tensor, Tensor]:
     """A state's ids and positions, ``[1, L]``."""
     ids = torch.from_numpy(state.canvas).unsqueeze(0)
     return ids, torch.arange(ids.shape[1]).unsqueeze(0)
-
-
-@torch.no_grad()
-def observe(
-    denoiser: Denoiser,
-    observers: Observers,
-    states: Iterable[State],
-    rotated: Mapping[str, int],
-    on_state: Callable[[], None],
-) -> None:
-    """Run the states and show every observer its layer's input, the head's on the masked positions only."""
-    mask_token_id = denoiser.network.mask_token_id
-    now: dict[str, Any] = {}
-
-    def hook(observer: Observer, turn: bool, rows: str) -> Callable[..., None]:
-        def before(_: Any, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].reshape(-1, inputs[0].shape[-1]).float().numpy()
-            is_masked = now["is_masked"] if rows == "all" else np.ones(len(x), bool)
-            weight = np.where(is_masked, 1.0, COMMITTED_WEIGHT).astype(np.float32)
-            observer.add(solvers.rotate(x) if turn else x, is_masked, now["bucket"], weight)
-
-        return before
-
-    modules = dict(denoiser.named_modules())
-    handles = [
-        modules[of].register_forward_pre_hook(hook(observer, of in rotated, "masked" if of == "head" else "all"))
-        for of, observer in observers.items()
-    ]
-    try:
-        for state in states:
-            is_masked = state.canvas == mask_token_id
-            now |= {"is_masked": is_masked, "bucket": state.bucket}
-            features, _ = denoiser.hidden(*batch(state))
-            if "head" in observers and is_masked.any():
-                denoiser.project(features[0, torch.from_numpy(is_masked)])
-            on_state()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

@@ -1,0 +1,154 @@
+"""GPTQ (arXiv:2210.17323): weights rounded row by row, the rows behind a row making up for its error.
+
+What grows with the cube of a layer's inputs is done in torch, on a GPU where there is one; codes are found in numpy, by the
+functions that say what a format is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_calibration.formats import (
+    E2M1_VALUES,
+    FP32,
+    QuantisationError,
+    QuantisedWeight,
+    ScaleType,
+    e2m1_codes,
+    encode,
+    group_amax,
+    nvfp4_group_scales,
+    quantise_weight,
+    scales_of,
+)
+
+COMMITTED_WEIGHT = 0.5
+"""Weight of a committed position in a Gram matrix; a masked one counts 1, because only its prediction is read."""
+_BATCH = 128  # rows whose errors reach the rows behind them in one product
+_STEP = 16  # rows of a group, or of a batch, whose errors reach one another one at a time
+_STRIP = 1024  # columns of a Gram matrix that are summed at a time
+EXACT = 4096
+"""Inputs up to which the factor is found in float64; beyond, in fp32, as GPTQ's authors have it."""
+
+
+class Gram:
+    """The weighted sum of ``x^T x`` over a layer's input vectors: fp32 ``[K, K]``, the upper triangle of it."""
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.matrix = torch.zeros(channels, channels, device=device)
+
+    def add(self, x: Tensor, weight: Tensor) -> None:
+        """Take in ``x`` fp32 ``[P, K]``, each vector counting ``weight`` ``[P]``."""
+        weighted = x * weight[:, None]
+        for start in range(0, x.shape[1], _STRIP):
+            columns = slice(start, start + _STRIP)
+            self.matrix[columns, start:].addmm_(weighted[:, columns].T, x[:, start:])
+
+
+def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
+    """fp32 upper triangular ``U`` ``[K, K]`` with ``U^T U`` the inverse of a damped Gram matrix.
+
+    ``gram`` fp32 ``[K, K]``: its upper triangle is read. ``damping`` is the share of its mean diagonal that is added to the
+    diagonal. An input channel that was always zero corrects nothing. Raises QuantisationError for values that are not finite,
+    and a matrix that is not positive semi-definite. Memory: two matrices like it, in float64 up to ``EXACT`` inputs.
+    """
+    if not damping > 0:
+        raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
+    size = len(gram)
+    diagonal = gram.diagonal().double()
+    # NaN and infinity anywhere reach the sum.
+    if not gram.sum(dtype=torch.float64).isfinite() or bool((diagonal < 0).any()):
+        raise QuantisationError("the gram matrix has values that are not finite, or a negative diagonal: calibrate again.")
+    is_dead = diagonal == 0
+    # A dead channel's row and column are zero too, or the matrix is no Gram matrix.
+    added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
+    # With R R^T the damped matrix and R upper triangular, U is the inverse of R. R is the Cholesky factor of the matrix with
+    # rows and columns reversed, reversed again: one factorisation, where inverting first would need two and lose digits.
+    # Of the reversed matrix it is the lower triangle that was summed.
+    lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
+    lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
+    info = torch.empty((), dtype=torch.int32, device=gram.device)
+    lower, info = torch.linalg.cholesky_ex(lower)
+    if int(info):
+        raise QuantisationError(
+            f"the gram matrix is not positive definite with damping {damping}: use more inputs, or raise it."
+        )
+    _invert_lower(lower)
+    factor: Tensor = lower.float().flip(0, 1)
+    return factor
+
+
+def _invert_lower(lower: Tensor) -> None:
+    """Invert a lower triangular matrix in place: halves by recursion, the corner by two products."""
+    size = len(lower)
+    if size <= 256:
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return
+    half = size // 2
+    first, second, corner = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    _invert_lower(first)
+    _invert_lower(second)
+    corner.copy_(-(second @ (corner @ first)))
+
+
+def gptq(
+    w: np.ndarray, factor: Tensor, *, format: str = "int4", group_size: int | None = None, scale_dtype: ScaleType = FP32
+) -> QuantisedWeight:
+    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least for the inputs behind ``factor`` (``inverse_factor``).
+
+    int4 (groups of ``group_size`` rows, 128 unless given) and nvfp4 (of 16): a group is scaled when it begins, from the weights
+    as corrected so far; int8 and fp8: one scale a column. Layers that share an input share a factor. Raises QuantisationError
+    for unknown formats, shapes that do not match, and weights that are not finite. Time: K^2 N multiply-adds.
+    """
+    # Checks the rest, and its scales are the static ones.
+    nearest = quantise_weight(w, format, group_size=group_size, scale_dtype=scale_dtype)
+    rows, columns = nearest.shape
+    if factor.shape != (rows, rows):
+        raise QuantisationError(
+            f"a gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
+        )
+    size = nearest.group_size or rows
+    # One row of scales a group, in nvfp4 as the numbers that codes are multiplied with.
+    by_group = nearest.scales.T if format == "nvfp4" else nearest.scales.reshape(-1, columns)
+    scales = np.array(by_group)
+    codes = np.empty((rows, columns), nearest.codes.dtype)
+    left = torch.tensor(np.asarray(w, np.float32), device=factor.device)  # corrected as we go
+    # A group's scale has to see every correction before it, so a batch ends where a group does.
+    is_grouped = nearest.group_size is not None
+    batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
+    for start in range(0, rows, batch):
+        stop = min(start + batch, rows)
+        now = left[start:stop].cpu().numpy()  # shares memory with ``left`` on a CPU, which nobody reads again
+        local = factor[start:stop, start:stop].cpu().numpy()
+        errors = np.empty_like(now)
+        first = 0
+        while first < stop - start:
+            last = min(first + _STEP, stop - start, size - (start + first) % size + first)
+            for i in range(first, last):
+                group = (start + i) // size
+                if is_grouped and (start + i) % size == 0:
+                    amax = group_amax(now[i : i + size], size)[0]
+                    if nearest.global_scale is None:
+                        scales[group] = scales_of(amax, format, scale_dtype)
+                    else:
+                        scales[group] = nvfp4_group_scales(amax, nearest.global_scale)
+                if nearest.global_scale is None:
+                    codes[start + i] = encode(now[i], scales[group], format)
+                    values = codes[start + i].astype(np.float32) * scales[group]
+                else:
+                    steps = scales[group].astype(np.float32) * nearest.global_scale
+                    codes[start + i] = e2m1_codes(now[i] / steps)
+                    values = E2M1_VALUES[codes[start + i]] * steps
+                errors[i] = (now[i] - values) / local[i, i]
+                now[i + 1 : last] -= local[i, i + 1 : last, None] * errors[i]
+            now[last:] -= local[first:last, last:].T @ errors[first:last]
+            first = last
+        left[stop:] -= factor[start:stop, stop:].T @ torch.from_numpy(errors).to(factor.device)
+    if format == "nvfp4":
+        codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+    elif nearest.group_size is None:
+        scales = scales[0]
+    return QuantisedWeight(format, codes, scales, nearest.global_scale, nearest.group_size)

@@ -1,0 +1,81 @@
+"""Weights that a solver has rounded, kept until the graph is written: in memory, or in a file each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dlm_calibration.errors import CalibrationError
+from dlm_calibration.formats import QuantisedWeight, pack_nibbles, unpack_nibbles
+
+_CODES = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
+
+
+class Solved:
+    """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at all."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._held: dict[str, QuantisedWeight] = {}
+
+    def __contains__(self, layer: str) -> bool:
+        return layer in self._held or (self._folder is not None and self._path(layer).is_file())
+
+    def __setitem__(self, layer: str, weight: QuantisedWeight) -> None:
+        if self._folder is None:
+            self._held[layer] = weight
+            return
+        nibbles = weight.format in ("int4", "nvfp4")
+        codes = weight.codes.astype(np.int8) if weight.format == "int4" else weight.codes
+        flat = np.ascontiguousarray(codes).view(np.uint8).reshape(-1)
+        arrays = {
+            "codes": pack_nibbles(np.pad(flat & np.uint8(15), (0, flat.size % 2))) if nibbles else flat,
+            "scales": np.ascontiguousarray(weight.scales).view(np.uint8),
+        }
+        described = {
+            "format": weight.format,
+            "shape": " ".join(map(str, weight.codes.shape)),
+            "scales": " ".join(map(str, weight.scales.shape)),
+            "group_size": str(weight.group_size or 0),
+            "global_scale": "" if weight.global_scale is None else float(weight.global_scale).hex(),
+        }
+        partial = self._path(layer).with_suffix(".partial")
+        save_file(arrays, partial, described)
+        os.replace(partial, self._path(layer))
+
+    def __getitem__(self, layer: str) -> QuantisedWeight:
+        """Raises CalibrationError for a file that is damaged."""
+        if layer in self._held:
+            return self._held[layer]
+        path = self._path(layer)
+        try:
+            with safe_open(path, "numpy") as file:
+                described, codes, scales = file.metadata(), file.get_tensor("codes"), file.get_tensor("scales")
+            format, shape = described["format"], tuple(map(int, described["shape"].split()))
+            if format in ("int4", "nvfp4"):
+                codes = unpack_nibbles(codes)[: shape[0] * shape[1]]
+            if format == "int4":
+                codes = ((codes ^ np.uint8(8)).view(np.int8) - np.int8(8)).astype(ml_dtypes.int4)
+            elif format != "nvfp4":
+                codes = codes.view(_CODES[format])
+            kind = ml_dtypes.float8_e4m3fn if format == "nvfp4" else np.float32
+            return QuantisedWeight(
+                format,
+                codes.reshape(shape),
+                scales.view(kind).reshape(tuple(map(int, described["scales"].split()))),
+                np.float32(float.fromhex(described["global_scale"])) if described["global_scale"] else None,
+                int(described["group_size"]) or None,
+            )
+        except (SafetensorError, OSError, KeyError, ValueError) as err:
+            raise CalibrationError(
+                f"{path}: not a weight that a build has solved ({err}). Remove it, and build again."
+            ) from err
+
+    def _path(self, layer: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{layer}.safetensors"
