@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,7 +287,7 @@ def read_states(path: Path) -> list[State]:
         canvases = np.split(np.asarray(tokens, np.int64), np.cumsum(lengths)[:-1])
         rows = zip(canvases, sources.tolist(), ratios.tolist(), prompts.tolist(), strict=True)
         return [State(canvas, SOURCES[source], ratio, prompt) for canvas, source, ratio, prompt in rows]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as err:
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, zlib.error) as err:
         raise CalibrationError(f"{path}: not calibration states that a build has kept ({err}). Remove it.") from err
 
 

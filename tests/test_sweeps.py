@@ -1,0 +1,207 @@
+"""Calibration by layers: the same codes as with the whole denoiser, within memory, and taken up where it was interrupted."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_calibration.errors import CalibrationError
+from dlm_calibration.formats import NUMBER_FORMATS, quantise_weight
+from dlm_calibration.recipes import FORMATS, HIGH, Recipe
+from dlm_calibration.states import State, read_states, write_states
+from dlm_export import build as building
+from dlm_export import families
+from dlm_export.build import BuildOptions, QuantiseOptions, build
+from dlm_export.building.work import ResumeError
+from dlm_export.network.layered import MemoryLimitError, make_batches
+from dlm_export.quantising import calibrate, gptq
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.quantising.solved import Solved
+from dlm_export.sources import Source, open_source
+from dlm_export.workplace import DeviceError
+
+
+def _states(source: Source) -> list[State]:
+    c, rng = source.network, np.random.default_rng(5)
+    states = []
+    for length in (24, 16, 24, 24, 16):
+        canvas = rng.integers(0, c.mask_token_id, length)
+        canvas[8:][rng.random(length - 8) < 0.5] = c.mask_token_id
+        states.append(State(canvas, "masked", 0.5, 8))
+    return states
+
+
+@torch.no_grad()
+def _whole(source: Source, states: list[State], formats: dict[str, str]) -> dict[str, Any]:
+    """Codes by GPTQ from one look at all layers of a denoiser that is held whole."""
+    c = source.network
+    denoiser = families.load(source.parameters, c)
+    grams: dict[str, gptq.Gram] = {}
+    layers = {path: layer for path, layer in c.quantisable().items() if formats[path] != HIGH}
+    modules = dict(denoiser.named_modules())
+
+    def look(path: str, weight: torch.Tensor) -> Any:
+        def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            x = inputs[0].flatten(0, -2)
+            grams.setdefault(path, gptq.Gram(x.shape[1], x.device)).add(x, weight)
+
+        return hook
+
+    rows: dict[int, torch.Tensor] = {}
+    for batch in make_batches([state.canvas for state in states]):
+        weight = torch.where(batch.ids == c.mask_token_id, 1.0, gptq.COMMITTED_WEIGHT).flatten()
+        sites = {layer.site for layer in layers.values()} - {"head"}
+        handles = [modules[site].register_forward_pre_hook(look(site, weight)) for site in sites]
+        features, _ = denoiser.hidden(batch.ids, torch.arange(batch.ids.shape[1]).expand_as(batch.ids))
+        for handle in handles:
+            handle.remove()
+        rows |= {n: x[ids == c.mask_token_id] for n, x, ids in zip(batch.numbers, features, batch.ids, strict=True)}
+    for number in sorted(rows):
+        look("head", torch.ones(len(rows[number])))(None, (rows[number],))
+    found = {}
+    for path, layer in layers.items():
+        chosen = FORMATS[formats[path]]
+        assert chosen.weights is not None
+        w = source.parameters.read(f"{path}.weight", np.dtype(np.float32))
+        factor = gptq.inverse_factor(grams[layer.site].matrix)
+        found[path] = gptq.gptq(w, factor, format=chosen.weights, group_size=chosen.group_size)
+    return found
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "fp8"])
+@pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
+def test_codes_are_those_of_a_denoiser_held_whole(
+    family: str, name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    source = open_source(request.getfixturevalue(family))
+    recipe = Recipe("test", (("*", name),), solver="gptq")
+    formats = recipe.formats(list(source.network.quantisable()))
+    states, done = _states(source), []
+    workplace = building.work.Workplace(activation_bytes=0, folder=tmp_path, solved=tmp_path)
+    found = calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, states, lambda: done.append(1), workplace=workplace
+    )
+    assert len(done) == calibrate.units(recipe, formats, source.network, len(states))
+    for path, expected in _whole(source, states, formats).items():
+        ours = found.weight(path)
+        assert np.array_equal(ours.codes, expected.codes), path
+        assert np.array_equal(ours.scales, expected.scales), path
+        assert ours.global_scale == expected.global_scale
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(NUMBER_FORMATS), st.integers(1, 5), st.integers(1, 9), st.sampled_from([16, 32])
+)
+@settings(max_examples=60, deadline=None)
+def test_a_solved_weight_survives_its_file(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, format: str, groups: int, columns: int, size: int
+) -> None:
+    w = np.random.default_rng(seed).standard_normal((16 * groups, columns)).astype(np.float32)
+    weight = quantise_weight(w, format, group_size=size if format == "int4" else None)
+    kept = Solved(tmp_path_factory.mktemp("solved"))
+    kept["blocks.0.mlp.up"] = weight
+    assert "blocks.0.mlp.up" in kept
+    assert "blocks.0.mlp.down" not in kept
+    found = kept["blocks.0.mlp.up"]
+    assert (found.format, found.group_size, found.global_scale) == (weight.format, weight.group_size, weight.global_scale)
+    for ours, theirs in ((found.codes, weight.codes), (found.scales, weight.scales)):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(ours.astype(np.float32), theirs.astype(np.float32))
+
+
+def test_states_survive_their_file(llada_checkpoint: Path, tmp_path: Path) -> None:
+    states = _states(open_source(llada_checkpoint))
+    write_states(states, tmp_path / "states.npz")
+    found = read_states(tmp_path / "states.npz")
+    assert [state.sha256 for state in found] == [state.sha256 for state in states]
+    assert [(s.source, s.mask_ratio) for s in found] == [(s.source, s.mask_ratio) for s in states]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"\x00" * 100])
+def test_damaged_files_of_finished_stages_are_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    path.write_bytes(content)
+    with pytest.raises(CalibrationError, match=r"states\.npz: not calibration states"):
+        read_states(path)
+    (tmp_path / "head.safetensors").write_bytes(content)
+    with pytest.raises(CalibrationError, match=r"head\.safetensors: not a weight that a build has solved"):
+        Solved(tmp_path)["head"]
+
+
+def _options(**changes: Any) -> BuildOptions:
+    quantise = QuantiseOptions(calibration=CalibrationOptions(samples=3, states_per_sample=2))
+    return BuildOptions(precision="int4", check_parity=False, force=True, quantise=quantise, **changes)
+
+
+def test_an_interrupted_build_is_taken_up(llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, output = tmp_path / "kept", tmp_path / "bundle"
+    build(llada_checkpoint, tmp_path / "fresh", _options())
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "write_graph", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build(llada_checkpoint, output, _options(resume=kept))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "kept"]
+
+    def again(*_: Any, **__: Any) -> None:
+        raise AssertionError("a finished stage ran again")
+
+    monkeypatch.setattr(gptq, "gptq", again)
+    monkeypatch.setattr(building.quantise.__globals__["samples"], "calibration_states", again)
+    report = build(llada_checkpoint, output, _options(resume=kept))
+    assert "make states" not in report.stages_s
+    for file in ("denoiser.onnx", "denoiser.onnx.data"):
+        assert (output / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
+    assert not (output / "work").exists()
+
+
+def test_finished_stages_of_another_build_are_refused(llada_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint, kept, output = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "bundle"
+    shutil.copytree(llada_checkpoint, checkpoint)
+    build(checkpoint, output, _options(resume=kept))
+    weights = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ResumeError, match=rf"the checkpoint has changed since: its {weights.name} has the SHA-256 [0-9a-f]+"):
+        build(checkpoint, output, _options(resume=kept))
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    options = _options(resume=kept)
+    other = replace(options.quantise.calibration, seed=1)
+    with pytest.raises(ResumeError, match="belongs to another build: its calibration is not this one's"):
+        build(checkpoint, output, replace(options, quantise=replace(options.quantise, calibration=other)))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ResumeError, match=r"holds something, but no work\.json"):
+        build(checkpoint, output, _options(resume=tmp_path / "other"))
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
+
+
+def test_too_little_memory_for_a_layer_is_told_with_what_would_do(llada_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(MemoryLimitError, match=r"--memory 1,000: to \w[\w ]* takes ([\d,]+) bytes, one layer at a time") as err:
+        build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=1000))
+    assert not (tmp_path / "bundle").exists()
+    enough = int(str(err.value).split(" takes ")[1].split(" bytes")[0].replace(",", ""))
+    build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=2 * enough))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("device", "says"), [("cuda", "finds no CUDA device here"), ("cuda:3", "finds no CUDA device"), ("tpu", "unknown device")]
+)
+def test_a_device_that_is_not_there_is_refused(device: str, says: str, llada_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=says):
+        build(llada_checkpoint, tmp_path / "bundle", _options(device=device))
+    assert not list(tmp_path.iterdir())
