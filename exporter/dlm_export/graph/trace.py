@@ -94,6 +94,7 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch.export calls the scope of a dynamic axis's size
 _INPUTS, _OUTPUTS = ("input_ids", "position_ids", "score_rows"), ("top_token", "top_prob", "entropy", "logits")
 
 
@@ -185,14 +186,14 @@ def _name_layers(model: ir.Model) -> None:
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
         path = ""
         if scopes is not None:
-            modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope]
+            modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope and scope != _NO_MODULE]
             path = modules[-1].removeprefix("denoiser.").removeprefix("denoiser") if modules else ""
         node.metadata_props.clear()
         node.metadata_props[LAYER_KEY] = path or "pass"
         for value in node.outputs:
             value.metadata_props.clear()
-            if value.type is None and node.inputs and node.inputs[0] is not None:
-                value.type = node.inputs[0].type  # torch leaves RMSNormalization's out
+            if value.type is None and node.op_type == "RMSNormalization" and node.inputs[0] is not None:
+                value.type = node.inputs[0].type  # torch leaves it out
     for name, value in list(model.graph.initializers.items()):
         value.metadata_props.clear()
         value.name = name.removeprefix("denoiser.")

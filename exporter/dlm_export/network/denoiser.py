@@ -1,4 +1,4 @@
-"""The denoiser that a ``NetworkSpec`` describes, in torch: one bidirectional transformer, its layers as they are described.
+"""The denoiser that a ``NetworkSpec`` describes, in torch: one transformer, its layers as they are described.
 
 Nothing here knows a family by name. Shapes use the glossary's letters: ``B`` rows, ``T`` tokens of one pass, ``S`` cached
 tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
@@ -34,7 +34,6 @@ def check_built(network: NetworkSpec) -> None:
     for i, layer in enumerate(network.layers):
         a, mlp = layer.attention, layer.mlp
         lacking = {
-            f"{a.visibility} attention": a.visibility != "full",
             f"attention in a window of {a.window}": a.window is not None,
             "a mixture of experts": isinstance(mlp, ExpertsSpec),
             f"activation {mlp.activation}": mlp.activation != "silu",
@@ -94,8 +93,19 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
+def visible_keys(block_length: int | None, position_ids: Tensor, cached: int) -> Tensor | None:
+    """Which keys each query of a pass sees, bool ``[B, 1, T, S + T]``, by ``AttentionSpec.visible_block``; None: all.
+
+    The ``cached`` rows S are of earlier blocks, and seen by every query.
+    """
+    if block_length is None:
+        return None
+    starts = (position_ids - position_ids % block_length).unsqueeze(1)  # of each position's block
+    return F.pad(starts.unsqueeze(2) <= starts.unsqueeze(3), (cached, 0), value=True)
+
+
 class Attention(nn.Module):
-    """Full bidirectional attention with grouped queries over cached and new keys."""
+    """Attention with grouped queries over cached and new keys, all of them or those that are visible."""
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool) -> None:
         super().__init__()
@@ -108,7 +118,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, turn: Turn | None, past: Past | None) -> tuple[Tensor, Past]:
+    def forward(self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | None) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
         if self.is_plain:  # queries that share a key lie on an axis of their own
@@ -121,11 +131,13 @@ class Attention(nn.Module):
             q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
         keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         if self.is_plain:  # two products, and a softmax in fp32
-            scores = (q * a.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)
-            y = scores.float().softmax(-1).to(x.dtype) @ values.unsqueeze(2)
+            scores = ((q * a.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
+            if is_visible is not None:
+                scores = scores.where(is_visible.unsqueeze(1), -torch.inf)
+            y = scores.softmax(-1).to(x.dtype) @ values.unsqueeze(2)
             y = y.permute(0, 3, 1, 2, 4)
         else:
-            y = F.scaled_dot_product_attention(q, keys, values, enable_gqa=a.group > 1).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, keys, values, is_visible, enable_gqa=a.group > 1).transpose(1, 2)
         return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
 
 
@@ -160,8 +172,8 @@ class Block(nn.Module):
         self.mlp = MLP(spec.mlp, hidden_size)
         self.mlp_out_norm = norm("mlp_out_norm")
 
-    def forward(self, x: Tensor, turn: Turn | None, past: Past | None) -> tuple[Tensor, Past]:
-        y, present = self.attention(self.attention_norm(x), turn, past)
+    def forward(self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | None) -> tuple[Tensor, Past]:
+        y, present = self.attention(self.attention_norm(x), turn, is_visible, past)
         x = x + self.attention_out_norm(y)
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), present
 
@@ -211,14 +223,18 @@ class Denoiser(nn.Module):
         """Final-norm features ``[B, T, hidden]`` and each layer's new keys and values ``[B, Hkv, T, D]``.
 
         ``past`` holds position-encoded keys and values ``[B, Hkv, S, D]`` a layer, in any order of
-        positions: attention is bidirectional and unmasked, so only the set of cached rows matters.
+        positions: every query sees all of them, so only the set of cached rows matters.
         """
         x = self.embed(input_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
+        cached = 0 if past is None else past[0][0].shape[2]
+        rules = {layer.attention.visible_block for layer in self.network.layers}
+        is_visible = {rule: visible_keys(rule, position_ids, cached) for rule in rules}
         presents = []
-        for i, block in enumerate(self.blocks):
+        for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             number = self._turned_by[i]
-            x, present = block(x, None if number is None else turns[number], None if past is None else past[i])
+            turn = None if number is None else turns[number]
+            x, present = block(x, turn, is_visible[layer.attention.visible_block], None if past is None else past[i])
             presents.append(present)
         return self.final_norm(x), presents
 

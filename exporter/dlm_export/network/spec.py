@@ -60,11 +60,18 @@ class AttentionSpec:
             raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} key and value heads")
         if self.visibility not in VISIBILITIES or (self.visibility == "block") != (self.block_length is not None):
             raise ValueError(f"visibility {self.visibility} with a block_length of {self.block_length}")
+        if self.block_length is not None and self.block_length < 1:
+            raise ValueError(f"a block_length of {self.block_length}")
 
     @property
     def group(self) -> int:
         """Queries that share a key."""
         return self.heads // self.kv_heads
+
+    @property
+    def visible_block(self) -> int | None:
+        """Tokens of the blocks that see themselves and those before them, 1 for causal; None: every query sees every key."""
+        return 1 if self.visibility == "causal" else self.block_length
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""Which keys a query sees, by rule from positions: in torch, in both forms of the graph, and in a built bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import make_network
+from traces import trace_once
+
+import dlm_runtime
+from dlm_export import families, graph
+from dlm_export.build import build_from
+from dlm_export.graph import fuse
+from dlm_export.graph.write import write_graph
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.sources import open_source
+
+LENGTH = 12
+
+
+def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
+    """The same network, its layers seeing by these rules, one each."""
+    layers = (
+        replace(layer, attention=replace(layer.attention, visibility=visibility, block_length=block_length))
+        for layer, (visibility, block_length) in zip(network.layers, rules, strict=True)
+    )
+    return replace(network, layers=tuple(layers))
+
+
+def random_denoiser(network: NetworkSpec, *, is_plain: bool = False) -> Denoiser:
+    torch.manual_seed(0)
+    denoiser = Denoiser(network, is_plain).eval().requires_grad_(False)
+    for parameter in denoiser.parameters():
+        parameter.normal_(std=0.3)
+    return denoiser
+
+
+def small(*rules: tuple[str, int | None]) -> NetworkSpec:
+    return seeing(make_network(layers=len(rules), heads=4, kv_heads=2, head_size=8), [*rules])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    visible=st.sampled_from([("causal", None), *(("block", block_length) for block_length in range(1, 8))]),
+    changed=st.integers(0, LENGTH - 1),
+    is_plain=st.booleans(),
+    order=st.permutations(range(LENGTH)),
+)
+def test_a_token_changes_its_own_block_and_no_row_before_it(
+    visible: tuple[str, int | None], changed: int, is_plain: bool, order: list[int]
+) -> None:
+    """Rows of a pass may come in any order: what is seen goes by their positions. Rows that do not see it stay bit for bit."""
+    denoiser = random_denoiser(small(visible, visible), is_plain=is_plain)
+    positions = torch.tensor([order, range(LENGTH)])
+    ids = torch.randint(0, 99, (2, LENGTH))
+    other = torch.where(positions == changed, (ids + 1) % 99, ids)
+    before, after = (denoiser.hidden(canvas, positions)[0] for canvas in (ids, other))
+    start = changed - changed % (visible[1] or 1)
+    is_same = (before == after).all(-1)
+    assert torch.equal(is_same, positions < start)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
+    """With and without a cache, whose rows every query sees, in both forms; what has a mask keeps plain operators."""
+    network = small(("block", 4))
+    denoiser = random_denoiser(network, is_plain=is_plain)
+    parameters = denoiser.state_dict()
+    traced = trace_once(network, "fp32", is_plain=is_plain)
+    if not is_plain:
+        assert fuse.fuse(traced).plain == {"blocks.0.attention": "a mask, which the kernel does not know"}
+    write_graph(traced, lambda name, _: parameters[name].numpy(), tmp_path, lambda _: None)
+    session = onnxruntime.InferenceSession(tmp_path / graph.GRAPH_FILE)
+    torch.manual_seed(1)
+    for cached in (0, 4, 8):
+        ids = torch.randint(0, 99, (2, LENGTH - cached))
+        positions = torch.arange(cached, LENGTH).expand(2, -1)
+        past = (torch.randn(2, 2, cached, 8), torch.randn(2, 2, cached, 8))
+        feed = {"input_ids": ids, "position_ids": positions, "score_rows": torch.arange(LENGTH - cached).expand(2, -1)}
+        feed |= dict(zip(("past_key.0", "past_value.0"), past, strict=True))
+        (logits,) = session.run(["logits"], {name: value.numpy() for name, value in feed.items()})
+        expected = denoiser.project(denoiser.hidden(ids, positions, [past])[0])
+        # Sums in another order, in fp32; logits are around 10.
+        np.testing.assert_allclose(logits, expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{cached} cached")
+
+
+def test_a_bundle_of_a_causal_network_computes_what_torch_does(dream_checkpoint: Path, tmp_path: Path) -> None:
+    source = open_source(dream_checkpoint)
+    source = replace(source, network=seeing(source.network, [("causal", None), ("block", 4)]))
+    report = build_from(source, tmp_path / "bundle")  # proves parity, of loops with caches too
+    assert report.kernels is not None
+    assert report.kernels["plain"].keys() == {"blocks.0.attention", "blocks.1.attention"}
+    tokens = [5, 17, 9, 30, 2, 41, 8]
+    with dlm_runtime.open(tmp_path / "bundle") as bundle:
+        found = bundle.logits(tokens)
+        changed = bundle.logits([*tokens[:4], 11, *tokens[5:]])
+    expected = families.load(source.parameters, source.network)(torch.tensor([tokens]))[0]
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-4)
+    assert (found[:4] == changed[:4]).all()
+    assert (found[4:] != changed[4:]).any(1).all()
