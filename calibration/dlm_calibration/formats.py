@@ -2,19 +2,21 @@
 
 INT8 and INT4 are symmetric integers; FP8 is E4M3 without infinities (arXiv:2209.05433); NVFP4 is E2M1 (OCP Microscaling
 Formats 1.0) in groups of 16 with an E4M3 scale a group and one fp32 scale a tensor, as NVIDIA's modelopt packs it. Rounding
-is half to even everywhere, as in ONNX QuantizeLinear. Matrices are worked on in blocks of rows: besides the result,
-temporaries stay at a few MiB whatever the matrix's size.
+is half to even everywhere, as in ONNX QuantizeLinear. Matrices are worked on in blocks, and quantised on all cores: besides
+the result, temporaries stay at a few MiB a core whatever the matrix's size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from dlm_calibration.pieces import Lazy, ahead, slices
 from dlm_runtime.errors import DlmError, ExitCode
 
 NUMBER_FORMATS = ("int8", "int4", "fp8", "nvfp4")
@@ -41,6 +43,7 @@ SMALLEST_FP16_SCALE = np.float32(2.0**-20)  # four bits of a subnormal: a coarse
 SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 _BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
+_SMALL_GROUP = 32
 
 
 class QuantisationError(DlmError):
@@ -103,7 +106,7 @@ class QuantisedWeight:
 
 
 def quantise_weight(
-    w: np.ndarray,
+    w: np.ndarray | Lazy,
     format: str,
     *,
     group_size: int | None = None,
@@ -127,17 +130,25 @@ def quantise_weight(
     rows, columns = w.shape
     if format == "nvfp4":
         return _quantise_nvfp4(w, amax, scale_dtype)
-    if amax is None:
-        ranges = group_amax(w, group_size or rows)
-        ranges = ranges if group_size else ranges[0]
-    else:
+    size = group_size or rows
+    shape = (-(-rows // size), columns) if group_size else (columns,)
+    given = None if amax is None else _given_amax(amax, shape)
+    if given is not None:
         _check_finite(w)
-        ranges = _given_amax(amax, (-(-rows // group_size), columns) if group_size else (columns,))
-    scales = scales_of(ranges, format, scale_dtype)
+    scales = np.empty(shape, dtype=np.float32)
     codes = np.empty((rows, columns), dtype=_CODE_TYPES[format])
-    for start, stop in _row_blocks(rows, columns, 1):
-        block_scales = scales if group_size is None else scales[np.arange(start, stop) // group_size]
-        codes[start:stop] = encode(np.asarray(w[start:stop], dtype=np.float32), block_scales, format)
+
+    def quantise(at: slice) -> None:
+        block = _columns(w, at)
+        ranges = _ranges(w, block, size) if given is None else given.reshape(-1, columns)[:, at]
+        found = scales_of(ranges, format, scale_dtype)
+        scales.reshape(-1, columns)[:, at] = found
+        done = np.empty_like(block, dtype=codes.dtype)
+        for (groups, values), (_, into) in zip(_by_group(block, size), _by_group(done, size), strict=True):
+            into[...] = encode(values, found[groups, None], format)
+        _put(codes[:, at], done)
+
+    _for_columns(w, quantise)
     return QuantisedWeight(format, codes, scales, group_size=group_size)
 
 
@@ -153,6 +164,8 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
     if format != "fp8":
         np.rint(quotient, out=quotient)
     np.clip(quotient, low, high, out=quotient)
+    if format == "int4":  # a byte each, and numpy is faster at it than ml_dtypes
+        return quotient.astype(np.int8).view(_CODE_TYPES[format])
     codes: np.ndarray = quotient.astype(_CODE_TYPES[format])
     return codes
 
@@ -186,22 +199,18 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
     return replace(weight, scales=round_scales(weight.scales, scale_dtype))
 
 
-def group_amax(w: np.ndarray, group_size: int) -> np.ndarray:
+def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
     """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K / group_size), N]``.
 
     The last group may be short. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not finite.
     """
     rows, columns = w.shape
-    out = np.zeros((-(-rows // group_size), columns), dtype=np.float32)
-    for start, stop in _row_blocks(rows, columns, 1):
-        block = np.asarray(w[start:stop], dtype=np.float32)
-        starts = np.arange(start, stop)
-        first = np.flatnonzero((starts % group_size == 0) | (starts == start))  # where groups begin inside this block
-        groups = slice(start // group_size, (stop - 1) // group_size + 1)
-        largest = np.maximum(np.maximum.reduceat(block, first, axis=0), -np.minimum.reduceat(block, first, axis=0))
-        np.maximum(out[groups], largest, out=out[groups])
-    if not np.isfinite(out).all():
-        _check_finite(w)
+    out = np.empty((-(-rows // group_size), columns), dtype=np.float32)
+
+    def find(at: slice) -> None:
+        out[:, at] = _ranges(w, _columns(w, at), group_size)
+
+    _for_columns(w, find)
     return out
 
 
@@ -308,20 +317,22 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _quantise_nvfp4(w: np.ndarray, amax: np.ndarray | float | None, scale_dtype: ScaleType) -> QuantisedWeight:
+def _quantise_nvfp4(w: np.ndarray | Lazy, amax: np.ndarray | float | None, scale_dtype: ScaleType) -> QuantisedWeight:
     rows, columns = w.shape
     ranges = group_amax(w, NVFP4_GROUP_SIZE)
     tensor_amax = ranges.max() if amax is None else _given_amax(amax, ())
     global_scale = np.float32(scales_of(tensor_amax, "nvfp4", scale_dtype))
     scales = nvfp4_group_scales(ranges, global_scale)
     codes = np.empty((columns, rows), dtype=np.uint8)
-    for start, stop in _row_blocks(rows, columns, NVFP4_GROUP_SIZE):
-        groups = slice(start // NVFP4_GROUP_SIZE, stop // NVFP4_GROUP_SIZE)
-        steps = scales[groups].astype(np.float32) * global_scale
-        values = _grouped(np.asarray(w[start:stop], dtype=np.float32), NVFP4_GROUP_SIZE)
+
+    def quantise(at: slice) -> None:
+        block = _columns(w, at)
+        steps = scales[:, at].astype(np.float32) * global_scale
         with np.errstate(over="ignore"):
-            quotient = values / steps[:, None]
-        codes[:, start:stop] = e2m1_codes(quotient.reshape(stop - start, columns)).T
+            quotient = _grouped(block, NVFP4_GROUP_SIZE) / steps[:, None]
+        _put(codes[at], e2m1_codes(quotient.reshape(block.shape)).T)
+
+    _for_columns(w, quantise)
     return QuantisedWeight(
         "nvfp4", codes, np.ascontiguousarray(scales.T), global_scale=global_scale, group_size=NVFP4_GROUP_SIZE
     )
@@ -352,8 +363,8 @@ def _checked_group_size(format: str, group_size: int | None) -> int | None:
     return size
 
 
-def _check_matrix(w: np.ndarray, format: str) -> None:
-    if w.ndim != 2 or not w.size:
+def _check_matrix(w: np.ndarray | Lazy, format: str) -> None:
+    if len(w.shape) != 2 or 0 in w.shape:
         raise QuantisationError(
             f"a weight of shape {list(w.shape)} cannot be quantised: it has to be a matrix with at least one value."
         )
@@ -364,11 +375,11 @@ def _check_matrix(w: np.ndarray, format: str) -> None:
         )
 
 
-def _check_finite(w: np.ndarray) -> None:
+def _check_finite(w: np.ndarray | Lazy) -> None:
     """Refuse a matrix that holds NaN or infinities, with how many and where the first is."""
     count, first = 0, (0, 0)
     for start, stop in _row_blocks(w.shape[0], w.shape[1], 1):
-        block = np.asarray(w[start:stop], dtype=np.float32)
+        block = np.asarray(w[start:stop, :], dtype=np.float32)
         if np.isfinite(block.max()) and np.isfinite(block.min()):  # NaN comes through either; no temporary
             continue
         bad = np.argwhere(~np.isfinite(block))
@@ -377,7 +388,7 @@ def _check_finite(w: np.ndarray) -> None:
         count += len(bad)
     if count:
         raise QuantisationError(
-            f"{count} of {w.size} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: nothing can be "
+            f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: nothing can be "
             "quantised from them. Check the checkpoint."
         )
 
@@ -399,6 +410,54 @@ def _row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, i
     step = max(1, _BLOCK // (max(columns, 1) * multiple)) * multiple
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
+
+
+def _for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
+    """Call ``function`` on all cores with slices of ``w``'s columns, each of about ``_BLOCK`` elements."""
+    rows, columns = w.shape
+    for _ in ahead(function, slices(columns, max(1, _BLOCK // rows))):
+        pass
+
+
+def _columns(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
+    return np.asarray(w[:, at], dtype=np.float32)
+
+
+def _ranges(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
+    """``group_amax`` of columns of ``w``."""
+    magnitude = np.abs(block)
+    out = np.empty((-(-len(block) // group_size), block.shape[1]), dtype=np.float32)
+    for groups, values in _by_group(magnitude, group_size):
+        if group_size > _SMALL_GROUP:
+            values.max(axis=1, out=out[groups])
+            continue
+        # numpy reduces a short axis slowly: a row of every group at a time takes a quarter.
+        largest = values[:, 0].copy(order="K")
+        for i in range(1, values.shape[1]):
+            np.maximum(largest, values[:, i], out=largest)
+        out[groups] = largest
+    if not np.isfinite(out).all():
+        _check_finite(w)
+    return out
+
+
+def _by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Views ``[groups, rows, N]`` of ``[K, N]`` with the groups that they are: the whole ones, and a last one that is short."""
+    whole = len(matrix) // group_size
+    if whole:
+        yield slice(0, whole), _grouped(matrix[: whole * group_size], group_size)
+    if len(matrix) % group_size:
+        yield slice(whole, whole + 1), matrix[None, whole * group_size :]
+
+
+def _put(out: np.ndarray, block: np.ndarray) -> None:
+    """Copy a block of bytes, whichever way round it lies."""
+    if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
+        # Columns that lie a power of two apart share a few lines of the cache, and are ten times as slow to turn around.
+        apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
+        apart[...] = block
+        block = apart
+    out[...] = block
 
 
 def _grouped(matrix: np.ndarray, group_size: int) -> np.ndarray:

@@ -118,9 +118,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             quantised = quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
             written = write_graph(job, quantised, folder, stages)
         manifest = _make_manifest(job, quantised, text, written.fused)
-        with stages.stage("hash files", 1) as advance:
-            hashed = bundle_files.finish(folder, manifest)
-            advance()
+        hashed = bundle_files.finish(folder, manifest, written.hashed)
         engines = _build_engines(job, folder, manifest, hashed, stages)
         for built in engines:
             manifest = engine.with_engine(manifest, built)

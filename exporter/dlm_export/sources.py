@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 import dlm_runtime
+from dlm_calibration.pieces import Index
 from dlm_export import families, graph
 from dlm_export.bundle import network_of, sha256
 from dlm_export.checkpoints import tokenizer
@@ -135,14 +136,18 @@ class BundleParameters:
             if found != shape:
                 raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         tensor = self._tensors[parameter]
         try:
-            array = np.array(tensor.numpy(), dtype=dtype)
+            # Not the tensor's own mapping, which all readers would share, and which stays.
+            stored = (
+                np.memmap(tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tuple(tensor.shape))
+                if isinstance(tensor, ir.ExternalTensor)
+                else tensor.numpy()
+            )
+            array = np.array(stored[at], dtype=dtype)
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{self.path}: cannot read {parameter} ({err})") from err
-        if isinstance(tensor, ir.ExternalTensor):
-            tensor.release()  # unmaps the file
         if not np.isfinite(array).all():
             raise CheckpointError(f"{self.path}: {parameter} holds NaN or infinite weights")
         return array

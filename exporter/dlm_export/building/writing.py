@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from dlm_calibration.formats import QuantisedWeight
+from dlm_calibration.pieces import Lazy
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
+from dlm_export.families.base import later
 from dlm_export.graph import functions, fuse, quantise, trace, widen, write
 from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
@@ -20,7 +23,7 @@ from dlm_export.progress import Stages
 from dlm_export.quantising.calibrate import Quantisation
 from dlm_runtime.tokenizer import Tokenizer
 
-ReadParameter = Callable[[str, np.dtype], np.ndarray]
+ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
 """Where ``write.write_graph`` gets an initialiser from, by name and element type."""
 
 
@@ -48,11 +51,12 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
 @dataclass(frozen=True, eq=False)
 class Written:
     """What is known of a graph once it is written. ``taps``: where layers stand in it, by path; ``fused``: what became native
-    kernels of it, None of a graph for a GPU, where TensorRT fuses.
+    kernels of it, None of a graph for a GPU, where TensorRT fuses; ``hashed``: the weights' file as ``bundle.finish`` has it.
     """
 
     taps: dict[str, Tap]
     fused: Fused | None
+    hashed: dict[str, Any]
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
@@ -63,7 +67,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         device = traced.clone() if request.on_gpu else None
         taps = find_taps(traced)
         advance()
-    read: ReadParameter = source.parameters.read
+    read: ReadParameter = functools.partial(later, source.parameters, source.network)
     if quantised is not None:
         numbers, parts = quantised.numbers, {}
         for form in filter(None, (traced, device)):
@@ -80,34 +84,34 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         widen.compute_in_fp32(traced)
     fused = None if request.on_gpu else fuse.fuse(traced)
     with stages.stage("write weights", write.data_bytes(source.network, job.base)) as advance:
-        write.write_graph(traced, read, folder, advance, device)
-    return Written(taps, fused)
+        hashed = write.write_graph(traced, read, folder, advance, device)
+    return Written(taps, fused, hashed)
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
     """``parts``: the initialisers that belong to quantised layers, by name."""
     held: dict[str, QuantisedWeight] = {}
 
-    def read(name: str, dtype: np.dtype) -> np.ndarray:
+    def read(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
         part = parts.get(name)
         if part is None:
-            return numbers.parameters.read(name, dtype)
+            return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
             held.clear()  # a layer's parts are written one after the other
             held[part.layer] = numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
         array = part_of(held[part.layer], part)
-        return array if part.part == "codes" else array.astype(dtype, copy=False)
+        return array.astype(dtype, copy=False) if isinstance(array, np.ndarray) and part.part != "codes" else array
 
     return read
 
 
-def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray:
+def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
     """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
     if part.part == "panels":
-        return functions.panels(weight.codes)
+        return functions.lazy_panels(weight.codes)
     if part.part == "panel_scales":
         return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
     if part.layer == "embed":
         array = array.T if part.part == "codes" else array[:, None]
-    return np.ascontiguousarray(array) if array.ndim else array
+    return array

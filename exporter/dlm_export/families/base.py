@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from dlm_calibration.pieces import Index, Lazy
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.network.spec import NetworkSpec
 
@@ -16,10 +17,15 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """A denoiser's parameters, one at a time."""
+    """A denoiser's parameters, one at a time, or a part of one; several threads may read."""
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """One parameter of ``Denoiser`` as a C-contiguous array. Raises CheckpointError."""
+    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
+        """One parameter of ``Denoiser``: all of it C-contiguous, a part in whatever order of memory. Raises CheckpointError."""
+
+
+def later(parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = np.dtype(np.float32)) -> Lazy:
+    """A parameter that is read, and checked, where it is indexed."""
+    return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
     def view(self, parameter: str) -> Tensor | None:
         """The same as it lies in a mapped file, in its own type and not to be written to; None where it has to be computed."""

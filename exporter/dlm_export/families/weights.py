@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import NoReturn
 
 import ml_dtypes
 import numpy as np
 import torch
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE
+from dlm_calibration.pieces import Index, ahead, row_slices
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
@@ -21,6 +23,7 @@ from dlm_export.network.spec import NetworkSpec
 
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # bits; above infinity are the NaNs
 _LISTED = 8  # names shown of each kind of tensor error
 
 
@@ -52,37 +55,62 @@ class Weights:
                 if algorithm is not None:
                     self.quantised[parameter] = algorithm
         self.notes: list[str] = []
-        self._seen: set[str] = set()  # tensors whose values were found to be numbers
+        self._opened: tuple[str, torch.Tensor] | None = None
+        self._viewed: set[str] = set()  # parameters whose values were found to be numbers
         self._check()
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """One parameter as a C-contiguous array of ``dtype``; a quantised matrix as the values that its codes stand for.
+    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
+        """One parameter as an array of ``dtype``; a quantised matrix as the values that its codes stand for.
 
-        Raises CheckpointError if a weight is NaN or infinite, or leaves the range of ``dtype``.
+        All of it is C-contiguous, and put together from parts, beside which nothing large is held. Raises CheckpointError if a
+        weight is NaN or infinite, or leaves the range of ``dtype``.
         """
-        origin = self.origins[parameter]
-        stored = self.stored(parameter)
-        if stored is not None:
-            array = stored.weight.dequantise()
-        else:
-            tensor = self._assembled(origin)
-            if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
-                return np.ascontiguousarray(tensor.view(torch.int16).numpy()).view(BFLOAT16)
-            array = np.ascontiguousarray(tensor.to(torch.float32).numpy(), dtype=np.float32)
-        largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
-        if dtype != np.float32 and float(np.abs(array).max(initial=0.0)) > largest:
-            raise CheckpointError(
-                f"{origin.pieces[0].tensor}: weights up to {np.abs(array).max():.3g} do not fit {dtype} "
-                f"(largest {largest:.3g}). Use --precision fp32."
-            )
+        if at:
+            return self._part(parameter, dtype, at)
+        whole = np.empty(self.shapes[parameter], dtype)
+        parts = row_slices(whole.shape)
+        for rows, part in zip(parts, ahead(lambda rows: self._part(parameter, dtype, (rows,)), parts), strict=True):
+            whole[rows] = part
+        self._opened = None
+        return whole
+
+    def _part(self, parameter: str, dtype: np.dtype, at: Index) -> np.ndarray:
+        tensor = self._tensor(parameter)[at]
+        if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
+            bits = _bits(tensor)
+            if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
+                self._refuse(parameter, dtype)
+            return bits.view(BFLOAT16)
+        array = _as_fp32(tensor)
+        largest = max(array.max(initial=0.0), -array.min(initial=0.0))
+        if not largest <= _largest(dtype):
+            self._refuse(parameter, dtype)
         return array.astype(dtype, copy=False)
 
     def view(self, parameter: str) -> torch.Tensor | None:
         """See ``Parameters.view``. Raises CheckpointError if a weight is NaN or infinite."""
-        origin = self.origins[parameter]
-        if origin.whole is None or parameter in self.quantised:
+        if self.origins[parameter].whole is None or parameter in self.quantised:
             return None
-        return self._assembled(origin)
+        tensor = self._tensor(parameter)
+        if parameter not in self._viewed:
+            rows = row_slices(tuple(tensor.shape))
+            if not all(ahead(lambda at: bool(tensor[at].isfinite().all()), rows)):
+                self._refuse(parameter, np.dtype(np.float32))
+            self._viewed.add(parameter)
+        return tensor
+
+    def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
+        """CheckpointError for a parameter that holds what ``dtype`` does not."""
+        pieces = self.origins[parameter].pieces
+        for piece in pieces:
+            bad = int((~self._piece(piece).isfinite()).sum())
+            if bad:
+                file = self.checkpoint.tensors[piece.tensor].file
+                raise CheckpointError(f"{file}: {piece.tensor} holds {bad} NaN or infinite weights")
+        raise CheckpointError(
+            f"{pieces[0].tensor}: weights up to {self._tensor(parameter).abs().max():.3g} do not fit {dtype} "
+            f"(largest {_largest(dtype):.3g}). Use --precision fp32."
+        )
 
     def stored(self, parameter: str) -> StoredQuantised | None:
         """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None in full precision.
@@ -96,27 +124,24 @@ class Weights:
         assert tensor is not None
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
-    def _assembled(self, origin: Origin) -> torch.Tensor:
-        """A parameter as its pieces make it up, in their type. Raises CheckpointError for values that are no numbers."""
-        pieces = [self._piece(piece) for piece in origin.pieces]
-        tensor = torch.stack(pieces) if origin.is_stacked else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return tensor.mT if origin.transpose else tensor
+    def _tensor(self, parameter: str) -> torch.Tensor:
+        """A parameter in the type it is stored in, mapped where it is one tensor's; the last one stays at hand for its parts."""
+        opened = self._opened
+        if opened is not None and opened[0] == parameter:
+            return opened[1]
+        stored, origin = self.stored(parameter), self.origins[parameter]
+        if stored is not None:
+            tensor = torch.from_numpy(stored.weight.dequantise())
+        else:
+            pieces = [self._piece(piece) for piece in origin.pieces]
+            tensor = torch.stack(pieces) if origin.is_stacked else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            tensor = tensor.mT if origin.transpose else tensor
+        self._opened = (parameter, tensor)
+        return tensor
 
     def _piece(self, piece: Piece) -> torch.Tensor:
         tensor = self.checkpoint.tensor(piece.tensor)
-        if piece.rows is not None:
-            tensor = tensor[slice(*piece.rows)]
-        if piece.tensor in self._seen:
-            return tensor
-        # In parts: torch's isfinite holds several copies of what it is asked about.
-        parts: tuple[torch.Tensor, ...] = torch.split(tensor.reshape(-1), 1 << 22)
-        bad = sum([int((~part.isfinite()).sum()) for part in parts])
-        if bad:
-            file = self.checkpoint.tensors[piece.tensor].file
-            raise CheckpointError(f"{file}: {piece.tensor} holds {bad} NaN or infinite weights")
-        if piece.rows is None:
-            self._seen.add(piece.tensor)
-        return tensor
+        return tensor if piece.rows is None else tensor[slice(*piece.rows)]
 
     def _expected(self) -> dict[str, Expected]:
         """Every tensor that the denoiser reads, by its released name."""
@@ -190,6 +215,25 @@ class Weights:
         kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole))
         if said is not None and kept:
             self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    bits: np.ndarray = tensor.view(torch.int16).numpy()
+    return bits.view(np.uint16)
+
+
+def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
+    """In the tensor's order of memory. Torch would start threads of its own in each of ours."""
+    if tensor.dtype != torch.bfloat16:
+        array: np.ndarray = tensor.numpy().astype(np.float32, copy=False)
+        return array
+    wide = _bits(tensor).astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
+
+
+def _largest(dtype: np.dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def _some(names: list[str]) -> str:

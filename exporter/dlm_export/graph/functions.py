@@ -26,6 +26,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dlm_calibration.formats import SMALLEST_ROW
+from dlm_calibration.pieces import Lazy
 
 DOMAIN = "dlm_export"
 KERNELS = ("CachedAttention", "Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear", "Candidates")
@@ -38,9 +39,18 @@ _F8 = ir.DataType.FLOAT8E4M3FN
 def panels(codes: np.ndarray) -> np.ndarray:
     """INT8 codes ``[K, N]`` as uint8 ``[ceil(N / 32), K / 4, 32, 4]``, 128 too large; K is a multiple of 4."""
     inputs, columns = codes.shape
-    whole = np.full((inputs, padded(columns)), 128, np.uint8)
-    whole[:, :columns] = codes.view(np.uint8) ^ np.uint8(128)
-    return np.ascontiguousarray(whole.reshape(inputs // DOT, DOT, -1, PANEL).transpose(2, 0, 3, 1))
+    # Rows of a power of two would share a few lines of the cache where they are turned around.
+    rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
+    np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
+    dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT)
+    return np.ascontiguousarray(dots.transpose(0, 2, 1)).view(np.uint8).reshape(-1, inputs // DOT, PANEL, DOT)
+
+
+def lazy_panels(codes: np.ndarray) -> Lazy:
+    """``panels``, those that are asked for."""
+    inputs, columns = codes.shape
+    shape = (padded(columns) // PANEL, inputs // DOT, PANEL, DOT)
+    return Lazy(shape, lambda at: panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
 
 
 def padded(columns: int) -> int:

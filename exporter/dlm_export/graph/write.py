@@ -1,18 +1,22 @@
-"""Weights into a traced graph's external data, tensor by tensor from wherever they lie.
+"""Weights into a traced graph's external data, piece by piece from wherever they lie.
 
-Peak memory is the largest tensor, not a multiple of the model. A second form of the graph points into the same data.
+Peak memory is that of the largest matrix's codes, not a multiple of the model. A second form of the graph points into the
+same data.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from dlm_calibration.formats import pack_nibbles
+from dlm_calibration.pieces import Lazy, ahead, row_slices
 from dlm_export.graph import DATA_FILE, DEVICE_FILE, GRAPH_FILE, LAYER_KEY, PRECISIONS
 from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
@@ -32,16 +36,16 @@ def data_bytes(network: NetworkSpec, precision: str) -> int:
 
 def write_graph(
     graph: Graph,
-    parameter: Callable[[str, np.dtype], np.ndarray],
+    parameter: Callable[[str, np.dtype], np.ndarray | Lazy],
     folder: Path,
-    on_tensor: Callable[[int], None],
+    on_bytes: Callable[[int], None],
     device: Graph | None = None,
-) -> None:
-    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``, one tensor in memory at a time.
+) -> dict[str, dict[str, Any]]:
+    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``; size and SHA-256 of the data, by the file's name.
 
-    ``parameter(name, dtype)`` gives an initialiser as a C-contiguous array, 4-bit ones an element a byte;
-    ``on_tensor(bytes)`` is called after each one. ``device`` is written as ``device.onnx`` over the same data. Raises what
-    ``parameter`` raises, and OSError when the disk is full.
+    ``parameter(name, dtype)`` gives an initialiser, 4-bit ones an element a byte: on all cores pieces of it are read and
+    packed, while others are hashed and written. ``on_bytes`` is told what has been written since it was told last. ``device``
+    is written as ``device.onnx`` over the same data. Raises what ``parameter`` raises, and OSError when the disk is full.
     """
     c, dtype = graph.network, graph.element_type.numpy()
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
@@ -50,7 +54,13 @@ def write_graph(
     for i, table in enumerate(c.rotary_tables()):
         for name, values in zip(("cos", "sin"), cosines_and_sines(table, c.max_canvas_length), strict=True):
             buffers[f"rotary.{i}.{name}"] = values.numpy().astype(dtype)
+    digest = hashlib.sha256()
     with open(folder / DATA_FILE, "wb") as data:
+
+        def write(payload: Any) -> None:
+            digest.update(payload)
+            data.write(payload)
+
         for name, value in graph.model.graph.initializers.items():
             if value.const_value is not None:
                 continue  # a constant that the graph's file holds itself
@@ -58,19 +68,36 @@ def write_graph(
             array = buffers[name] if name in buffers else parameter(name, value.dtype.numpy())
             expected = tuple(value.shape or ())
             assert array.shape == expected, (name, array.shape, expected)
-            payload = _packed(array) if value.dtype.bitwidth == 4 else array
-            data.write(bytes(-data.tell() % DATA_ALIGNMENT))
+            write(bytes(-data.tell() % DATA_ALIGNMENT))
             offset = data.tell()
-            data.write(payload.view(np.uint8).data if payload.ndim else payload.tobytes())
+            for payload in _payloads(array, value.dtype):
+                write(payload)
+                on_bytes(payload.nbytes)
             value.const_value = ir.ExternalTensor(
-                DATA_FILE, offset, payload.nbytes, value.dtype, shape=ir.Shape(array.shape), name=name, base_dir=folder
+                DATA_FILE, offset, data.tell() - offset, value.dtype, shape=ir.Shape(expected), name=name, base_dir=folder
             )
-            on_tensor(payload.nbytes)
+        written = {DATA_FILE: {"bytes": data.tell(), "sha256": digest.hexdigest()}}
     ir.save(graph.model, folder / GRAPH_FILE)
     if device is not None:
         _share_data(graph, device, folder)
         _name_nodes(device)
         ir.save(device.model, folder / DEVICE_FILE)
+    return written
+
+
+def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryview]:
+    """The bytes of an initialiser, a piece at a time."""
+    if not array.shape:
+        yield memoryview(np.asarray(array[()]).tobytes())
+        return
+
+    def payload(rows: slice) -> memoryview:
+        piece = np.ascontiguousarray(array[(rows,)])
+        assert 8 * piece.itemsize == max(8, dtype.bitwidth), (piece.dtype, dtype)
+        elements = piece.reshape(-1).view(np.uint8)
+        return (_packed(elements) if dtype.bitwidth == 4 else elements).data
+
+    yield from ahead(payload, row_slices(array.shape))
 
 
 def _name_nodes(graph: Graph) -> None:
@@ -99,6 +126,6 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes, an element a byte, as ONNX stores them: two a byte in order of memory, the earlier in the low nibble."""
-    nibbles = codes.astype(np.int8).view(np.uint8).reshape(-1) & np.uint8(15)
-    return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)))
+    """4-bit codes, a byte each, as ONNX stores them: two a byte in order of memory, the earlier in the low nibble."""
+    nibbles = codes & np.uint8(15)
+    return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

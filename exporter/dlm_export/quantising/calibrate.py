@@ -21,10 +21,11 @@ from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.formats import FP32, QuantisedWeight, ScaleType, quantise_activation, quantise_weight, with_scales
 from dlm_calibration.observers import Method, Observer, Observers
+from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_calibration.states import State
 from dlm_export import families
-from dlm_export.families.base import Parameters
+from dlm_export.families.base import Parameters, later
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried, named
@@ -63,16 +64,16 @@ class Folded:
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """See ``Parameters.read``; scaled in fp32."""
         if parameter not in self.rows and parameter not in self.columns:
-            return self.source.read(parameter, dtype)
-        array = self.source.read(parameter, np.dtype(np.float32))
+            return self.source.read(parameter, dtype, at)
+        array = self.source.read(parameter, np.dtype(np.float32), at)
         if parameter in self.rows:
-            array = array * self.rows[parameter][:, None]
+            array = array * self.rows[parameter][at[:1]][:, None]
         if parameter in self.columns:
-            array = array * self.columns[parameter]
-        return np.ascontiguousarray(array, dtype=dtype)
+            array = array * self.columns[parameter][at[array.ndim - 1 :]]
+        return np.asarray(array, dtype=dtype)
 
     def view(self, parameter: str) -> Tensor | None:
         """See ``Parameters.view``."""
@@ -128,11 +129,12 @@ class Quantisation:
             found = self.stored.stored(f"{layer}.weight")
             assert found is not None
             return with_scales(found.weight, self.scale_dtype)
-        if layer not in self.solved:
-            return self.rounded(self.matrix(layer), chosen)
-        return self.solved[layer]
+        if layer in self.solved:
+            return self.solved[layer]
+        w = self.matrix(layer) if layer in self.rotated else self._later(f"{layer}.weight")
+        return self.rounded(w, chosen)
 
-    def rounded(self, w: np.ndarray, chosen: LayerFormat) -> QuantisedWeight:
+    def rounded(self, w: np.ndarray | Lazy, chosen: LayerFormat) -> QuantisedWeight:
         """A matrix rounded to nearest in a layer format."""
         assert chosen.weights is not None
         return quantise_weight(w, chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype)
@@ -148,8 +150,11 @@ class Quantisation:
     def embedding(self) -> QuantisedWeight:
         """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
         assert self.recipe.embedding is not None
-        table = self.parameters.read("embed.weight", np.dtype(np.float32))
-        return quantise_weight(table.T, self.recipe.embedding)
+        table = self._later("embed.weight")
+        return quantise_weight(Lazy(table.shape[::-1], lambda at: table[at[::-1]].T), self.recipe.embedding)
+
+    def _later(self, parameter: str) -> Lazy:
+        return later(self.parameters, self.parameters.network, parameter)
 
     def summary(self) -> dict[str, Any]:
         """What the manifest says: recipe, format of every layer."""
