@@ -103,7 +103,7 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
 @torch.no_grad()
 def _simulated(source: Source, done: calibrate.Quantisation, ids: np.ndarray) -> np.ndarray:
     denoiser = families.load(done.parameters, source.network)
-    calibrate.simulate(denoiser, done)
+    calibrate.simulate(dict(denoiser.named_modules()), done)
     return denoiser(torch.from_numpy(ids)[None])[0].numpy()
 
 

@@ -99,6 +99,12 @@ class QuantisedWeight:
                 np.multiply(self.codes[start:stop].astype(np.float32), self.scales, out=out[start:stop])
         return out
 
+    def columns(self, chosen: slice) -> QuantisedWeight:
+        """Some of the N columns, as they are."""
+        if self.format == "nvfp4":
+            return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
+        return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
+
     def packed_bytes(self) -> int:
         """Bytes that codes and scales take: two codes a byte in the four-bit formats, scales in the type they have here."""
         codes = -(-self.codes.size // 2) if self.format in ("int4", "nvfp4") else self.codes.size

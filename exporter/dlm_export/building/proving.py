@@ -80,7 +80,7 @@ def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
 
 def _check_layers(job: Job, quantised: Quantised, taps: Mapping[str, Tap], folder: Path, stages: Stages) -> Parity:
     """Quantised: layer by layer from equal inputs."""
-    with stages.stage("check parity", layerwise.UNITS):
+    with stages.stage("check parity", layerwise.units(job.source.network)):
         return layerwise.check_layers(
             folder,
             job.source.network,

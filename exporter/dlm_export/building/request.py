@@ -11,7 +11,7 @@ from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
-from dlm_export.judging import parity
+from dlm_export.judging import layerwise, parity
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
 from dlm_export.quantising import modelopt, samples
@@ -116,7 +116,11 @@ def check_job(request: Request, source: Source) -> Job:
     job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
-        parity.check_host_memory(network.parameter_count(), "the parity check", instead)
+        if request.is_quantised:
+            holder, needed = "the parity check holds the denoiser's largest part in fp32", layerwise.largest_bytes(network)
+        else:
+            holder, needed = "the parity check holds the denoiser in fp32", 4 * network.parameter_count()
+        parity.check_host_memory(needed, holder, instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
     return job

@@ -1,15 +1,17 @@
-"""Where the inputs and outputs of layers stand in a graph, and a graph that shows them while it runs."""
+"""Where the inputs and outputs of layers stand in a graph, and how a graph shows them while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx_ir as ir
 
-from dlm_export.graph import GRAPH_FILE, LAYER_KEY
+from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.trace import Graph
+
+SHOWN = "tap:"
+"""What the name of a shown value begins with."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,17 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
     return found
 
 
-def show(folder: Path, taps: Mapping[str, Tap]) -> tuple[bytes, set[str]]:
-    """The graph of a bundle with fp32 outputs of the tapped values' own names with ``tap:`` before, and which names it has.
+def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
+    """Give a graph, or a part of one, fp32 outputs for the tapped values that it has: their own names with ``SHOWN`` before.
 
-    An output that a fused operator keeps to itself is not there any more. Weights stay in the bundle's data file.
+    An output that a fused operator keeps to itself is not there any more.
     """
-    model = ir.load(folder / GRAPH_FILE)
+    graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}
-    there = {str(value.name): value for node in model.graph for value in node.outputs if value.name in wanted}
-    for name, value in there.items():
+    there = [value for value in (*graph.inputs, *(out for node in graph for out in node.outputs)) if value.name in wanted]
+    for value in there:
         cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT}, metadata_props={LAYER_KEY: "tap"})
         shown = cast.outputs[0]
-        shown.name, shown.type = f"tap:{name}", ir.TensorType(ir.DataType.FLOAT)
-        model.graph.append(cast)
-        model.graph.outputs.append(shown)
-    return ir.to_proto(model).SerializeToString(), set(there)
+        shown.name, shown.type = f"{SHOWN}{value.name}", ir.TensorType(ir.DataType.FLOAT)
+        graph.append(cast)
+        graph.outputs.append(shown)

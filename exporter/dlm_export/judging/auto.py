@@ -124,8 +124,9 @@ def search(
     reference = TorchPredictor(families.load(source.parameters, source.network), "fp32")
 
     def measure(point: Point) -> float:
+        modules = dict(denoiser.named_modules())
         undo = [
-            calibrate.simulate(denoiser, ready[name], [layer for layer, chosen in point.formats.items() if chosen == name])
+            calibrate.simulate(modules, ready[name], [layer for layer, chosen in point.formats.items() if chosen == name])
             for name in formats
         ]
         found = masked_loss(reference, TorchPredictor(denoiser, "auto"), samples, policy, seed)

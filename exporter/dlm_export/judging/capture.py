@@ -92,7 +92,9 @@ def capture(
     network = families.read_network(checkpoint, overrides or Overrides())
     if checkpoint.quantisation is not None:
         raise CaptureError(f"{path}: is quantised ({checkpoint.quantisation}); capture the checkpoint that it was made from")
-    check_host_memory(network.parameter_count(), "capture", "Run it on a larger machine: the file that it writes is small.")
+    needed = 4 * network.parameter_count()
+    instead = "Run it on a larger machine: the file that it writes is small."
+    check_host_memory(needed, "capture holds the denoiser in fp32", instead)
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)

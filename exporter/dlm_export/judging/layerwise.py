@@ -1,56 +1,72 @@
-"""Parity of a quantised graph, part by part from equal inputs.
+"""Parity of a quantised graph, layer by layer from equal inputs, with one part of it in memory.
 
 A value near a rounding boundary takes one code here and the next one there, and every later layer carries that on: two right
-computations of a whole pass may end far apart. So the graph runs once and shows what goes into every quantised layer and what
-comes out. Then torch runs beside it. At each layer its own input is compared, which proves what lies between two layers; it
-goes on with the graph's input, and its output is compared, which proves the layer; and it goes on with the graph's output. By
-induction the whole graph is proven, and no difference is carried on.
+computations of a whole pass may end far apart. So the graph runs part by part, a part handing its values on by name to the
+next, and shows what goes into every quantised layer and what comes out. Torch runs beside it, a block at a time. At each layer
+its own input is compared, which proves what lies between two layers; it goes on with the graph's input, and its output is
+compared, which proves the layer; and it goes on with the graph's output. By induction the whole graph is proven, and no
+difference is carried on.
+
+Beside that torch carries the same canvases on by itself: how far the logits of two whole passes end apart is shown, and held to
+nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import Tensor
 
-import dlm_runtime
-from dlm_calibration.formats import quantise_activation
+from dlm_calibration.formats import quantise_activation, quantise_weight
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_calibration.solvers import rotate
-from dlm_calibration.states import MASK_RATIOS
 from dlm_export import families
-from dlm_export.graph import taps as graph_taps
-from dlm_export.graph import trace
-from dlm_export.graph.taps import Tap
+from dlm_export.graph import GRAPH_FILE
+from dlm_export.graph.parts import END, Part, cut
+from dlm_export.graph.taps import SHOWN, Tap, show
 from dlm_export.judging.parity import (
     LOGITS,
     PART_TOLERANCES,
     Canvas,
     LayerRow,
     Parity,
-    compare_logits,
+    graph_rows,
     make_canvases,
     random_prompts,
 )
-from dlm_export.network.denoiser import Denoiser
+from dlm_export.judging.part_runs import Values, full_pass, run_parts
+from dlm_export.memory import give_back
+from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.calibrate import Quantisation
-from dlm_runtime import _native
 
 # How far an input may be from a boundary for either code to be right: a few roundings of fp32, in which codes are found.
 _BOUNDARY = 2.0**-20
 
 
-UNITS = 3 * len(MASK_RATIOS)
-"""How often ``check_layers`` calls ``on_done``."""
+def units(network: NetworkSpec) -> int:
+    """How often ``check_layers`` calls ``on_done``."""
+    return len(network.layers) + 2
 
 
+def largest_bytes(network: NetworkSpec) -> int:
+    """What ``check_layers`` holds of a denoiser at most: its largest part in fp32, twice while it is quantised."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name, shape in network.parameters().items():
+        sizes[".".join(name.split(".")[:2])] += math.prod(shape)
+    return 2 * 4 * max(sizes.values())
+
+
+@torch.no_grad()
 def check_layers(
     folder: Path,
     network: NetworkSpec,
@@ -59,156 +75,153 @@ def check_layers(
     taps: Mapping[str, Tap],
     *,
     is_simulated: bool,
-    seed: int = 0,
     on_done: Callable[[], None],
+    seed: int = 0,
 ) -> Parity:
-    """Compare a quantised bundle with torch on random canvases: its layers from equal inputs and, held to nothing, a pass.
+    """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask ratio.
 
-    ``base`` is the full precision around quantised layers, ``taps`` say where these stand in the graph, ``is_simulated`` is the
-    manifest's. Graph, torch and runtime hold the weights one after the other. Raises DlmError.
+    ``done``: the numbers it was made of; ``base``: its full precision; ``taps``: where layers stand in the graph;
+    ``is_simulated`` is the manifest's. ``on_done`` is called ``units`` times, once a part. Raises DlmError.
     """
     canvases = make_canvases(network, random_prompts(network, 1, seed), seed)
-    shown = run_shown(folder, network, base, is_simulated=is_simulated, taps=taps, canvases=canvases, on_done=on_done)
-    denoiser = families.load(done.parameters, network)
-    calibrate.simulate(denoiser, done)
-    whole = [_logits(denoiser, canvas) for canvas in canvases]
-    layers = compare_layers(denoiser, done, taps, shown, on_done)
-    del denoiser
-    with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
-        graph = compare_logits(bundle, canvases, whole, on_done)
-    return Parity(f"quantised, {base}", PART_TOLERANCES[base], graph, [], layers=layers)
-
-
-@torch.no_grad()
-def _logits(denoiser: Denoiser, canvas: Canvas) -> np.ndarray:
-    ids = torch.from_numpy(canvas.tokens.astype(np.int64)).unsqueeze(0)
-    features, _ = denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))
-    logits: np.ndarray = denoiser.project(features[0, torch.from_numpy(canvas.rows)]).numpy()
-    return logits
-
-
-@dataclass(frozen=True, eq=False)
-class Shown:
-    """What a graph showed of one canvas: values of taps by name, fp32 ``[1, T or R, ...]``, and logits ``[R, V]``."""
-
-    canvas: Canvas
-    values: dict[str, np.ndarray]
-    logits: np.ndarray
-
-
-def run_shown(
-    folder: Path,
-    network: NetworkSpec,
-    base: str,
-    *,
-    is_simulated: bool,
-    taps: Mapping[str, Tap],
-    canvases: Sequence[Canvas],
-    on_done: Callable[[], None],
-) -> list[Shown]:
-    """Run a bundle's graph with its layers shown, by the kernels that the native runtime takes; ``base``: its full precision.
-
-    ``is_simulated`` is the manifest's; ``on_done`` is called once a canvas. The weights are released at the end.
-    """
-    import onnxruntime
-
-    model, there = graph_taps.show(folder, taps)
-    options = onnxruntime.SessionOptions()
-    # As the native runtime sets it up.
-    options.log_severity_level, options.enable_mem_pattern = 4, False
-    for key, value in {
-        "session.force_spinning_stop": "1",
-        "session.qdq_matmulnbits_accuracy_level": "1",
-        "session.disable_quant_qdq": str(int(is_simulated)),
-        "session.model_external_initializers_file_folder_path": str(folder),
-    }.items():
-        options.add_session_config_entry(key, value)
-    options.register_custom_ops_library(_native.library()._name)
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    names = ["logits", *(f"tap:{name}" for name in sorted(there))]
-    element = trace.element_type(base)
-    found = []
-    for canvas in canvases:
-        integers = {
-            "input_ids": canvas.tokens[None],
-            "position_ids": np.arange(len(canvas.tokens))[None],
-            "score_rows": canvas.rows[None],
-        }
-        given = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array.astype(np.int64)) for name, array in integers.items()}
-        for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
-            nothing = np.zeros((1, kv_heads, 0, head_size), np.uint16 if element.itemsize == 2 else np.float32)
-            for kind in ("key", "value"):
-                made = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(nothing, element.value)
-                given[f"past_{kind}.{i}"] = made
-        logits, *values = (value.numpy() for value in session.run_with_ort_values(names, given))
-        found.append(Shown(canvas, dict(zip(sorted(there), values, strict=True)), logits[0]))
+    parts = cut(ir.load(folder / GRAPH_FILE))
+    for part in parts:
+        show(part.model, taps)
+    wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
+    beside = _Beside(done, taps, canvases)
+    passes = [
+        full_pass(network, base, batch.ids.numpy(), np.stack([canvases[number].rows for number in batch.numbers]))
+        for batch in beside.equal.batches
+    ]
+    for part, shown in run_parts(folder, parts, passes, wanted, is_simulated=is_simulated):
+        beside.run(part, shown)
         on_done()
-    return found
+    graph = graph_rows(canvases, beside.found, beside.expected)
+    return Parity(f"quantised, {base}", PART_TOLERANCES[base], graph, [], layers=list(beside.rows.values()))
 
 
-@torch.no_grad()
-def compare_layers(
-    denoiser: Denoiser, done: Quantisation, taps: Mapping[str, Tap], shown: Sequence[Shown], on_done: Callable[[], None]
-) -> list[LayerRow]:
-    """Compare a graph with a torch denoiser that computes with the same quantised values: a row for every quantised layer, and
-    one for the logits where the head is none of them.
+class _Beside:
+    """Torch beside a graph, part by part: ``equal`` goes on with the graph's values, ``alone`` with its own.
 
-    ``denoiser`` is the folded one under ``calibrate.simulate``. ``on_done`` is called once a canvas.
+    ``rows`` are found as parts go by, one a quantised layer and one for the logits where the head is none; ``found`` and
+    ``expected`` are the logits ``[R, V]`` of the graph's whole pass and of torch's, once the last part has run.
     """
-    rows: dict[str, LayerRow] = {}
-    modules: dict[str, Any] = dict(denoiser.named_modules())
-    now: dict[str, np.ndarray] = {}
-    handles = []
 
-    def note(layer: str, format: str, input_relative: float, output_relative: float | None) -> None:
-        row = rows.get(layer, LayerRow(layer, format, 0.0, None))
-        outputs = [each for each in (row.output_relative, output_relative) if each is not None]
-        # Of NaN and a number, max gives either: np.maximum keeps the NaN.
-        worst = float(np.maximum(row.input_relative, input_relative))
-        rows[layer] = LayerRow(layer, format, worst, float(np.max(outputs)) if outputs else None)
+    def __init__(self, done: Quantisation, taps: Mapping[str, Tap], canvases: Sequence[Canvas]) -> None:
+        self.done, self.taps, self.canvases = done, taps, canvases
+        self.layered = families.layered(done.parameters, done.parameters.network)
+        if done.recipe.embedding is not None:
+            self.layered.read = functools.partial(_read_rounded, done.recipe.embedding, self.layered.read)
+        tokens = [canvas.tokens for canvas in canvases]
+        self.equal, self.alone = Carried(self.layered, tokens), Carried(self.layered, tokens)
+        self.rows: dict[str, LayerRow] = {}
+        self.found: list[np.ndarray] = []
+        self.expected: list[np.ndarray] = []
+        self._now: dict[str, np.ndarray] = {}
 
-    def before(layer: str, format: str, tap: Tap) -> Callable[..., Tensor | None]:
-        def hook(_: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
-            theirs = now[tap.input]
-            note(layer, format, _relative(inputs[0].numpy(), theirs), None)
-            return torch.from_numpy(theirs) if np.isfinite(theirs).all() else None
+    def run(self, part: Part, shown: Sequence[Values]) -> None:
+        """Torch's side of a part. ``shown``: what the graph showed of it, a batch of canvases each."""
+        # A value that crosses is shown by the part that makes it and again by the one that reads it.
+        values = [{name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown]
+        if part.block is not None:
+            self._block(part.block, values)
+        elif part.name == END:
+            self._end(values)
 
-        return hook
+    def _block(self, i: int, shown: Sequence[Values]) -> None:
+        block = self.layered.block(i)
+        modules = named(i, block)
+        layers = [layer for layer in self.done.formats if layer in modules]
+        calibrate.simulate(modules, self.done, layers)
+        give_back()
+        self.alone.through(i, block)
+        for layer in layers:
+            if self.done.formats[layer] != HIGH:
+                # Before the quantisation that ``simulate`` put there.
+                modules[layer].register_forward_pre_hook(functools.partial(self._before, layer, shown), prepend=True)
+                modules[layer].register_forward_hook(functools.partial(self._after, layer, shown))
+        self.equal.through(i, block)
 
-    def after(layer: str, format: str, tap: Tap) -> Callable[..., Tensor | None]:
-        def hook(module: Any, _: Any, output: Tensor) -> Tensor | None:
-            if tap.output not in now:
-                return None
-            theirs = now[tap.output]
-            if not (np.isfinite(theirs).all() and np.isfinite(now[tap.input]).all()):
-                note(layer, format, 0.0, float("inf"))
-                return None
-            slack = _slack(done, layer, now[tap.input], module.weight)
-            note(layer, format, 0.0, _relative(output.numpy(), theirs, slack))
+    def _before(self, layer: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        theirs = self._shown_now(shown)[self.taps[layer].input]
+        self._note_input(layer, inputs[0].numpy(), theirs)
+        return torch.from_numpy(theirs) if np.isfinite(theirs).all() else None
+
+    def _after(self, layer: str, shown: Sequence[Values], module: Any, _: Any, output: Tensor) -> Tensor | None:
+        values, tap = self._shown_now(shown), self.taps[layer]
+        if tap.output not in values:
+            return None
+        x, theirs = values[tap.input], values[tap.output]
+        if np.isfinite(x).all() and np.isfinite(theirs).all():
+            slack = _slack(self.done, layer, x, module.weight.numpy())
+            self._note_output(layer, output.numpy(), theirs, slack)
             return torch.from_numpy(theirs)
+        self._note(layer, 0.0, float("inf"))
+        return None
 
-        return hook
+    def _shown_now(self, shown: Sequence[Values]) -> Values:
+        return shown[self.equal.batches.index(self.equal.now)]
 
-    for layer, format in done.formats.items():
-        if format == HIGH:
-            continue
-        tap = taps[layer]
-        # Before the quantisation that ``simulate`` put there.
-        handles.append(modules[layer].register_forward_pre_hook(before(layer, format, tap), prepend=True))
-        handles.append(modules[layer].register_forward_hook(after(layer, format, tap)))
-    try:
-        for one in shown:
-            now = one.values
-            ids = torch.from_numpy(one.canvas.tokens.astype(np.int64)).unsqueeze(0)
-            features, _ = denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))
-            logits = denoiser.project(features[:, torch.from_numpy(one.canvas.rows)])
-            if done.formats.get("head", HIGH) == HIGH:
-                note(LOGITS, HIGH, _relative(logits[0].numpy(), one.logits), None)
-            on_done()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(rows.values())
+    def _end(self, shown: Sequence[Values]) -> None:
+        rows = [canvas.rows for canvas in self.canvases]
+        places = {number: (i, row) for i, batch in enumerate(self.equal.batches) for row, number in enumerate(batch.numbers)}
+        values = [{name: value[row] for name, value in shown[i].items()} for _, (i, row) in sorted(places.items())]
+        self.found = [each[LOGITS] for each in values]
+        equal, alone = self.equal.features(rows), self.alone.features(rows)
+        if self.done.formats.get("head", HIGH) == HIGH:
+            project = self.layered.head()
+            for ours, each in zip(equal, values, strict=True):
+                self._note_input(LOGITS, project(ours).numpy()[None], each[LOGITS][None])
+            self.expected = [project(features).numpy() for features in alone]
+            return
+        tap = self.taps["head"]
+        x = []
+        for ours, each in zip(equal, values, strict=True):
+            theirs = each[tap.input]
+            self._note_input("head", ours.numpy()[None], theirs[None])
+            x.append(theirs if np.isfinite(theirs).all() else ours.numpy())
+        counts = np.cumsum([len(each) for each in x])[:-1]
+        together = _project(self.done, np.concatenate(x), np.concatenate(alone))
+        results, slack, self.expected = (np.split(each, counts) for each in together)
+        for mine, room, each in zip(results, slack, values, strict=True):
+            self._note_output("head", mine[None], each[tap.output][None], room[None])
+
+    def _note_input(self, layer: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+        self._note(layer, max(map(_relative, ours, theirs)), None)
+
+    def _note_output(self, layer: str, ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray) -> None:
+        self._note(layer, 0.0, max(map(_relative, ours, theirs, slack)))
+
+    def _note(self, layer: str, input_relative: float, output_relative: float | None) -> None:
+        row = self.rows.get(layer, LayerRow(layer, self.done.formats.get(layer, HIGH), 0.0, None))
+        outputs = [each for each in (row.output_relative, output_relative) if each is not None]
+        self.rows[layer] = LayerRow(layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None))
+
+
+def _read_rounded(format: str, read: ReadTensor, name: str, dtype: torch.dtype | None, rows: Tensor | None = None) -> Tensor:
+    """``Layered.read`` where the embedding table is quantised: it has one scale a row."""
+    if name != "embed.weight":
+        return read(name, dtype, rows)
+    table = read(name, torch.float32, rows)
+    return torch.from_numpy(np.ascontiguousarray(quantise_weight(table.numpy().T, format).dequantise().T))
+
+
+def _project(done: Quantisation, x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A quantised head's results ``[R, V]`` for ``x`` ``[R, hidden]``, their slack, and its results for ``others``.
+
+    Its matrix is dequantised a few columns at a time.
+    """
+    stored = done.weight("head")
+    seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
+    found, slack, whole = (np.zeros((len(each), stored.shape[1]), np.float32) for each in (x, x, others))
+    apart = _apart(done, "head", x)
+    for start in range(0, stored.shape[1], HEAD_COLUMNS):
+        columns = slice(start, start + HEAD_COLUMNS)
+        weight = stored.columns(columns).dequantise()
+        found[:, columns], whole[:, columns] = seen @ weight, others_seen @ weight
+        if apart is not None:
+            slack[:, columns] = apart @ np.abs(weight)
+    return found, slack, whole
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
@@ -217,14 +230,20 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
     return worst / max(float(theirs.max() - theirs.min()), 1e-30) if np.isfinite(worst) else float("inf")
 
 
-def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: Tensor) -> np.ndarray | float:
-    """By how much each output may differ because inputs lie on a boundary between codes: those take one code or the next.
+def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """By how much each output may differ because inputs lie on a boundary between codes: those take one code or the next."""
+    apart = _apart(done, layer, x)
+    return np.zeros((*x.shape[:-1], weight.shape[1]), np.float32) if apart is None else apart @ np.abs(weight)
+
+
+def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
+    """How far the codes are apart that each input may take; None where none has a choice.
 
     Inputs are moved by a few roundings, all of them and all but the largest of a row, whose range they would move as well.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
-        return 0.0
+        return None
     if layer in done.rotated:
         x = rotate(x)
     size = np.abs(x)
@@ -238,4 +257,4 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: Tensor) -> np.
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
     # Moving a range moves every code with it by as little: what counts is a whole code's step.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
-    return apart @ np.abs(weight.numpy()) if apart.any() else 0.0
+    return apart if apart.any() else None

@@ -110,8 +110,9 @@ class LayerRow:
 class Parity:
     """The verdict, with what it rests on; ``reference`` says in words what the bundle was compared with.
 
-    Of a quantised bundle ``layers`` are held to the tolerance, and ``graph`` shows a whole pass, which is judged instead: codes
-    that flip carry on from layer to layer. Of any other there are no ``layers``, and ``graph`` and ``loop`` are held to it.
+    Of a quantised bundle ``layers`` are held to the tolerance, and ``graph`` shows a whole pass of each side alone, which is
+    judged instead: codes that flip carry on from layer to layer. Of any other there are no ``layers``, and ``graph`` and
+    ``loop`` are held to it.
     """
 
     precision: str
@@ -210,16 +211,23 @@ def compare_logits(
 
     ``on_done`` is called once a mask ratio.
     """
-    graph = []
-    for ratio in dict.fromkeys(canvas.mask_ratio for canvas in canvases):
-        pairs = [
-            (bundle.logits(canvas.tokens.tolist())[canvas.rows], theirs)
-            for canvas, theirs in zip(canvases, expected, strict=True)
-            if canvas.mask_ratio == ratio
-        ]
-        graph.append(_graph_row(ratio, np.concatenate([ours for ours, _ in pairs]), np.concatenate([t for _, t in pairs])))
-        on_done()
-    return graph
+    found: list[np.ndarray] = []
+    for number, canvas in enumerate(canvases, start=1):
+        found.append(bundle.logits(canvas.tokens.tolist())[canvas.rows])
+        if number == len(canvases) or canvases[number].mask_ratio != canvas.mask_ratio:
+            on_done()
+    return graph_rows(canvases, found, expected)
+
+
+def graph_rows(canvases: Sequence[Canvas], found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[GraphRow]:
+    """Compare two sides' logits fp32 ``[R, V]`` of every canvas: one row a mask ratio."""
+    by_ratio: dict[float, list[int]] = {}
+    for number, canvas in enumerate(canvases):
+        by_ratio.setdefault(canvas.mask_ratio, []).append(number)
+    return [
+        _graph_row(ratio, np.concatenate([found[i] for i in numbers]), np.concatenate([expected[i] for i in numbers]))
+        for ratio, numbers in by_ratio.items()
+    ]
 
 
 def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
@@ -237,9 +245,8 @@ def require_parity(parity: Parity, where: str) -> None:
         raise ParityError(f"{where}: {parity.summary}")
 
 
-def check_host_memory(parameters: int, holder: str, instead: str) -> None:
-    """Raises DlmError if this machine has no room for so many parameters in fp32, as far as it tells."""
+def check_host_memory(needed: int, holder: str, instead: str) -> None:
+    """Raises DlmError if this machine has no room for so many bytes, as far as it tells; ``holder`` says what holds what."""
     available = targets.available_memory_bytes()
-    needed = 4 * parameters
     if available is not None and needed > available:
-        raise DlmError(f"{holder} holds the denoiser in fp32, {needed:,} bytes, and {available:,} are available. {instead}")
+        raise DlmError(f"{holder}, {needed:,} bytes, and {available:,} are available. {instead}")

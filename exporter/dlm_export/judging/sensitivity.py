@@ -39,7 +39,7 @@ class Sweep:
 
     def loss(self, done: calibrate.Quantisation, layers: Sequence[str]) -> tuple[float, float]:
         """``(kl, frontier_kl)`` in nats a position with ``layers`` quantised."""
-        undo = calibrate.simulate(self.denoiser, done, layers)
+        undo = calibrate.simulate(dict(self.denoiser.named_modules()), done, layers)
         all_kl, frontier_kl = [], []
         for state, expected in zip(self.states, self.expected, strict=True):
             found = self._log_probs(state)

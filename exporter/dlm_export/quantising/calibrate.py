@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
@@ -384,24 +384,24 @@ def batch(state: State) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def simulate(denoiser: Denoiser, done: Quantisation, layers: Iterable[str] | None = None) -> Callable[[], None]:
+def simulate(modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None) -> Callable[[], None]:
     """Make a folded torch denoiser compute with quantised values, in place; returns what undoes it.
 
-    ``layers`` limits it to some layers; None takes all of them, and the embedding table if that is quantised. Weights and
-    inputs are quantised and dequantised, products are fp32: what the graph computes, but for the order of sums.
+    ``modules``: it or parts of it, by their paths in the whole one. ``layers`` limits it to some layers; None takes all of
+    them, and the embedding table if that is quantised. Weights and inputs are quantised and dequantised, products are fp32:
+    what the graph computes, but for the order of sums.
     """
-    modules: dict[str, Any] = dict(denoiser.named_modules())
     undo: list[Callable[[], object]] = []
     for layer, name in done.formats.items():
         chosen = FORMATS[name]
         if chosen.weights is None or (layers is not None and layer not in layers):
             continue
-        linear = modules[layer]
+        linear: Any = modules[layer]
         undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
         linear.weight.data = torch.from_numpy(done.weight(layer).dequantise())
         undo.append(linear.register_forward_pre_hook(_fake(done, chosen, layer)).remove)
     if layers is None and done.recipe.embedding is not None:
-        table = modules["embed"].weight
+        table: Any = modules["embed"].weight
         undo.append(functools.partial(setattr, table, "data", table.data))
         table.data = torch.from_numpy(np.ascontiguousarray(done.embedding().dequantise().T))
 
@@ -412,15 +412,17 @@ def simulate(denoiser: Denoiser, done: Quantisation, layers: Iterable[str] | Non
     return restore
 
 
+def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
+    """A quantised layer's input as the layer multiplies it: turned where it is, quantised and dequantised."""
+    chosen = FORMATS[done.formats[layer]]
+    if layer in done.rotated:
+        x = solvers.rotate(x)
+    return (
+        x if chosen.activations is None else quantise_activation(x, chosen.activations, done.amax.get(layer), done.scale_dtype)
+    )
+
+
 def _fake(done: Quantisation, chosen: LayerFormat, layer: str) -> Callable[..., Tensor | None]:
-    turn = layer in done.rotated
-
-    def before(_: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
-        x = inputs[0].numpy()
-        if turn:
-            x = solvers.rotate(x)
-        if chosen.activations is not None:
-            x = quantise_activation(x, chosen.activations, done.amax.get(layer), done.scale_dtype)
-        return torch.from_numpy(np.ascontiguousarray(x)) if turn or chosen.activations is not None else None
-
-    return before
+    if layer not in done.rotated and chosen.activations is None:
+        return lambda *_: None
+    return lambda _, inputs: torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, inputs[0].numpy())))

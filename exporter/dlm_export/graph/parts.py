@@ -1,0 +1,95 @@
+"""A written graph cut along its layers: each part is a model of its own, over the weights where they lie.
+
+``embed`` comes first, then every ``blocks.I``, then ``end``: the final norm, the head and the candidates. A part takes and
+gives values of the whole graph under their own names, so that the parts, run one after the other, are the graph's own wiring.
+What depends on constants alone is no value that is handed on: each part that reads it has its own copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from dlm_export.graph import LAYER_KEY
+from dlm_runtime.errors import DlmError
+
+EMBED, BLOCKS, END = "embed", "blocks.", "end"
+_BEHIND_BLOCKS = ("final_norm", "head")
+
+
+class PartError(DlmError):
+    """A part is run without a value that it reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One part; weights are those of the whole graph's data file."""
+
+    name: str
+    model: ir.Model
+
+    @property
+    def inputs(self) -> list[str]:
+        """The graph's inputs, and values of parts before, that this one reads."""
+        return [str(value.name) for value in self.model.graph.inputs]
+
+    @property
+    def outputs(self) -> list[str]:
+        """The graph's outputs, and values that parts behind read, that this one gives."""
+        return [str(value.name) for value in self.model.graph.outputs]
+
+    @property
+    def block(self) -> int | None:
+        """The number of its layer; None of the first and the last part."""
+        return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
+
+    def check_given(self, names: set[str]) -> None:
+        """Raises PartError that says which of its inputs are not among ``names``."""
+        lacking = [name for name in self.inputs if name not in names]
+        if lacking:
+            raise PartError(f"{self.name} reads {', '.join(lacking)}, which neither the pass nor a part before it gives")
+
+
+def cut(model: ir.Model) -> list[Part]:
+    """The parts of a graph in their order. A node without a layer's path lies where its inputs are complete."""
+    graph = model.graph
+    layers = [_block_of(node) for node in graph]
+    end = max((layer for layer in layers if layer is not None), default=-1) + 2
+    made_in = dict.fromkeys(graph.inputs, 0)
+    crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it reads of others
+    given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it gives
+    for node, layer in zip(graph, layers, strict=True):
+        read = [value for value in node.inputs if value is not None and value in made_in]
+        if not read:
+            continue  # constant
+        path = node.metadata_props.get(LAYER_KEY, "")
+        own = layer + 1 if layer is not None else end if path.startswith(_BEHIND_BLOCKS) else 0
+        number = max(own, *(made_in[value] for value in read))
+        made_in |= dict.fromkeys(node.outputs, number)
+        for value in read:
+            if value.is_graph_input():
+                crossing[number][value] = None
+            elif made_in[value] < number:
+                crossing[number][value] = given[made_in[value]][value] = None
+    for value in graph.outputs:
+        given[made_in[value]][value] = None
+    names = [EMBED, *(f"{BLOCKS}{i}" for i in range(end - 1)), END]
+    return [Part(name, _extract(model, list(crossing[i]), list(given[i]))) for i, name in enumerate(names)]
+
+
+def _block_of(node: ir.Node) -> int | None:
+    path = node.metadata_props.get(LAYER_KEY, "")
+    return int(path.split(".")[1]) if path.startswith(BLOCKS) else None
+
+
+def _extract(model: ir.Model, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Model:
+    graph = ir.convenience.extract(model.graph, inputs, outputs)
+    return ir.Model(
+        graph,
+        ir_version=model.ir_version,
+        producer_name=model.producer_name,
+        producer_version=model.producer_version,
+        functions=list(model.functions.values()),
+    )

@@ -1,0 +1,92 @@
+"""A bundle's graph run part by part in ONNX Runtime, by the kernels that the native runtime takes: one part's weights are held.
+
+Values cross from part to part by name and as they are, so that the run is the whole graph's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from dlm_export.graph import trace
+from dlm_export.graph.parts import Part
+from dlm_export.memory import give_back
+from dlm_export.network.spec import NetworkSpec
+from dlm_runtime import _native
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Values = Mapping[str, np.ndarray]
+"""Values of a graph by name."""
+
+
+def full_pass(network: NetworkSpec, base: str, ids: np.ndarray, rows: np.ndarray) -> dict[str, onnxruntime.OrtValue]:
+    """What a graph reads in a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``; ``base``: activations."""
+    from onnxruntime import OrtValue
+
+    element = trace.element_type(base)
+    integers = {
+        "input_ids": ids,
+        "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
+        "score_rows": rows,
+    }
+    given = {name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64)) for name, array in integers.items()}
+    for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
+        nothing = np.zeros((len(ids), kv_heads, 0, head_size), np.uint16 if element.itemsize == 2 else np.float32)
+        for kind in ("key", "value"):
+            given[f"past_{kind}.{i}"] = OrtValue.ortvalue_from_numpy_with_onnx_type(nothing, element.value)
+    return given
+
+
+def run_parts(
+    folder: Path,
+    parts: Sequence[Part],
+    passes: Sequence[Mapping[str, onnxruntime.OrtValue]],
+    wanted: Collection[str],
+    *,
+    is_simulated: bool,
+) -> Iterator[tuple[Part, list[Values]]]:
+    """Run every pass through each part before the next part is opened; gives a part and, a pass, its outputs in ``wanted``.
+
+    ``folder`` has the graph's data file, ``is_simulated`` is the manifest's. Raises PartError.
+    """
+    held = [dict(given) for given in passes]
+    for number, part in enumerate(parts):
+        part.check_given(set.intersection(*(set(values) for values in held)))
+        behind = {name for later in parts[number + 1 :] for name in later.inputs}
+        names = [name for name in part.outputs if name in behind or name in wanted]
+        session = _open(part, folder, is_simulated=is_simulated)
+        found: list[Values] = []
+        for values in held:
+            inputs = {name: values[name] for name in part.inputs}
+            outputs = dict(zip(names, session.run_with_ort_values(names, inputs), strict=True))
+            found.append({name: output.numpy() for name, output in outputs.items() if name in wanted})
+            values |= outputs
+            for name in values.keys() - behind:
+                del values[name]
+        del session
+        give_back()
+        yield part, found
+
+
+def _open(part: Part, folder: Path, *, is_simulated: bool) -> onnxruntime.InferenceSession:
+    """A session as the native runtime sets it up."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.enable_mem_pattern = 4, False
+    for key, value in {
+        "session.force_spinning_stop": "1",
+        "session.qdq_matmulnbits_accuracy_level": "1",
+        "session.disable_quant_qdq": str(int(is_simulated)),
+        "session.model_external_initializers_file_folder_path": str(folder),
+    }.items():
+        options.add_session_config_entry(key, value)
+    options.register_custom_ops_library(_native.library()._name)
+    model = ir.to_proto(part.model).SerializeToString()
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
