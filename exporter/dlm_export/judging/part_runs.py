@@ -60,7 +60,7 @@ def run_parts(
         part.check_given(set.intersection(*(set(values) for values in held)))
         behind = {name for later in parts[number + 1 :] for name in later.inputs}
         names = [name for name in part.outputs if name in behind or name in wanted]
-        session = _open(part, folder, is_simulated=is_simulated)
+        session = open_graph(part.model, folder, is_simulated=is_simulated)
         found: list[Values] = []
         for values in held:
             inputs = {name: values[name] for name in part.inputs}
@@ -74,8 +74,8 @@ def run_parts(
         yield part, found
 
 
-def _open(part: Part, folder: Path, *, is_simulated: bool) -> onnxruntime.InferenceSession:
-    """A session as the native runtime sets it up."""
+def open_graph(model: ir.Model, folder: Path, *, is_simulated: bool) -> onnxruntime.InferenceSession:
+    """A session over a graph, or a part of one, as the native runtime sets it up; its weights are in ``folder``."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -88,5 +88,4 @@ def _open(part: Part, folder: Path, *, is_simulated: bool) -> onnxruntime.Infere
     }.items():
         options.add_session_config_entry(key, value)
     options.register_custom_ops_library(_native.library()._name)
-    model = ir.to_proto(part.model).SerializeToString()
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,64 @@
+"""Parts of a graph, run one after the other, are the graph: equal to the bit, whatever it holds; a part names what it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from dlm_export.build import build
+from dlm_export.building.options import BuildOptions, QuantiseOptions
+from dlm_export.graph import GRAPH_FILE
+from dlm_export.graph.parts import PartError, cut
+from dlm_export.judging.part_runs import full_pass, open_graph, run_parts
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.sources import open_source
+
+SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sample=2))
+
+
+def _pass(network: NetworkSpec, canvases: int = 2) -> dict[str, onnxruntime.OrtValue]:
+    rng = np.random.default_rng(3)
+    return full_pass(network, "fp32", rng.integers(0, network.vocab_size, (canvases, 9)), np.tile([1, 4, 8], (canvases, 1)))
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("llada", "fp32"), ("llada", "int8"), ("llada", "nvfp4"), ("dream", "int4-rtn"), ("dream", "int8")],
+)
+def test_parts_one_after_the_other_give_the_whole_graphs_outputs_to_the_bit(
+    family: str, precision: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    checkpoint = request.getfixturevalue(f"{family}_checkpoint")
+    build(checkpoint, tmp_path / "bundle", BuildOptions(precision=precision, check_parity=False, quantise=SMALL))
+    network, folder, is_simulated = open_source(checkpoint).network, tmp_path / "bundle", precision == "nvfp4"
+    model = ir.load(folder / GRAPH_FILE)
+    names = [str(value.name) for value in model.graph.outputs]
+    expected = open_graph(model, folder, is_simulated=is_simulated).run_with_ort_values(names, _pass(network))
+    parts = cut(model)
+    assert [part.name for part in parts] == ["embed", "blocks.0", "blocks.1", "end"]
+    held = [set(part.model.graph.initializers) for part in parts]
+    large = {name for name in set.union(*held) if name.endswith((".weight", ".panels", ".codes"))}
+    for name in large:
+        home = name.split(".weight")[0]
+        assert [part.name for part, names in zip(parts, held, strict=True) if name in names] == [
+            next((part.name for part in parts if home.startswith(f"{part.name}.") or home == part.name), "end")
+        ]
+    found: dict[str, np.ndarray] = {}
+    for _, (values,) in run_parts(folder, parts, [_pass(network)], names, is_simulated=is_simulated):
+        found |= values
+    assert found.keys() == set(names)
+    for name, value in zip(names, expected, strict=True):
+        assert np.array_equal(found[name], value.numpy()), name
+
+
+def test_a_part_says_what_it_lacks(llada_bundle: Path, llada_checkpoint: Path) -> None:
+    network = open_source(llada_checkpoint).network
+    parts = cut(ir.load(llada_bundle / GRAPH_FILE))
+    runs = run_parts(llada_bundle, [parts[0], *parts[2:]], [_pass(network)], ["logits"], is_simulated=False)
+    with pytest.raises(PartError, match=r"^blocks\.1 reads .*, which neither the pass nor a part before it gives"):
+        list(runs)
