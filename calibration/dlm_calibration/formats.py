@@ -171,8 +171,8 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
         np.rint(quotient, out=quotient)
     np.clip(quotient, low, high, out=quotient)
     if format == "int4":  # a byte each, and numpy is faster at it than ml_dtypes
-        return quotient.astype(np.int8).view(_CODE_TYPES[format])
-    codes: np.ndarray = quotient.astype(_CODE_TYPES[format])
+        quotient = quotient.astype(np.int8).view(_CODE_TYPES[format])
+    codes: np.ndarray = quotient.astype(_CODE_TYPES[format], copy=False)
     return codes
 
 
@@ -394,8 +394,8 @@ def _check_finite(w: np.ndarray | Lazy) -> None:
         count += len(bad)
     if count:
         raise QuantisationError(
-            f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: nothing can be "
-            "quantised from them. Check the checkpoint."
+            f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: nothing "
+            "can be quantised from them. Check the checkpoint."
         )
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 Index = tuple[slice, ...]
 """A part of an array: a slice of each of its first axes; an empty one is all of it."""
-Item, Result = TypeVar("Item"), TypeVar("Result")
-
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements
 _FEWEST_ROWS = 32

@@ -141,7 +141,7 @@ class BundleParameters:
         try:
             # Not the tensor's own mapping, which all readers would share, and which stays.
             stored = (
-                np.memmap(tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tuple(tensor.shape))
+                np.memmap(tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy())
                 if isinstance(tensor, ir.ExternalTensor)
                 else tensor.numpy()
             )

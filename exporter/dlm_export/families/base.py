@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, Lazy
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.network.spec import NetworkSpec
@@ -22,13 +23,13 @@ class Parameters(Protocol):
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """One parameter of ``Denoiser``: all of it C-contiguous, a part in whatever order of memory. Raises CheckpointError."""
 
-
-def later(parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = np.dtype(np.float32)) -> Lazy:
-    """A parameter that is read, and checked, where it is indexed."""
-    return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
-
     def view(self, parameter: str) -> Tensor | None:
         """The same as it lies in a mapped file, in its own type and not to be written to; None where it has to be computed."""
+
+
+def later(parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32) -> Lazy:
+    """A parameter that is read, and checked, where it is indexed."""
+    return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
 @dataclass(frozen=True)

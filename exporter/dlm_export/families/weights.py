@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from dlm_calibration.formats import NVFP4_GROUP_SIZE
+from dlm_calibration.formats import FP32, NVFP4_GROUP_SIZE
 from dlm_calibration.pieces import Index, ahead, row_slices
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
@@ -125,7 +125,7 @@ class Weights:
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """A parameter in the type it is stored in, mapped where it is one tensor's; the last one stays at hand for its parts."""
+        """A parameter as it is stored, mapped where it is one whole tensor; the last one stays at hand for its parts."""
         opened = self._opened
         if opened is not None and opened[0] == parameter:
             return opened[1]
@@ -247,13 +247,15 @@ def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows:
     ``dtype`` None: as it is stored, fp32 where it has to be computed. Not to be written to. Raises CheckpointError.
     """
     found = weights.view(parameter)
-    if found is None:
+    if found is not None and rows is not None:
+        found = found[rows]
+        return found if dtype is None else found.to(dtype)
+    if found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
             found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(torch.bfloat16)
         else:
-            found = torch.from_numpy(weights.read(parameter, np.dtype(np.float32)))
-    found = found if rows is None else found[rows]
-    return found if dtype in (None, found.dtype) else found.to(dtype).contiguous()
+            found = torch.from_numpy(weights.read(parameter, FP32))
+    return found if rows is None else found[rows]
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:

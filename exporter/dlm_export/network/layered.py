@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Block, RMSNorm, Rotary, Turn, check_built
+from dlm_export.network.denoiser import Block, RMSNorm, Rotary, Turn, check_built, visible_keys
 from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
@@ -95,13 +95,14 @@ class Layered:
             block = Block(c.layers[i], c.hidden_size, is_plain=False)
         return self._filled(block, f"blocks.{i}.")
 
-    def turn(self, i: int, batch: Batch) -> Turn | None:
-        """What layer ``i`` turns the heads of a batch by."""
+    def beside(self, i: int, batch: Batch) -> tuple[Turn | None, Tensor | None, None]:
+        """What goes into layer ``i`` beside a batch's states: what turns heads, which keys are seen, and no cache."""
+        positions = torch.arange(batch.ids.shape[1], device=self.device).expand_as(batch.ids)
+        is_visible = visible_keys(self.network.layers[i].attention.visible_block, positions, 0)
         number = self._turned_by[i]
         if number is None:
-            return None
-        table = self._rotary[number]
-        return table.cos, table.sin, torch.arange(batch.ids.shape[1], device=self.device).expand_as(batch.ids)
+            return None, is_visible, None
+        return (self._rotary[number].cos, self._rotary[number].sin, positions), is_visible, None
 
     def final_norm(self) -> RMSNorm:
         """The norm behind the last layer."""
@@ -169,7 +170,7 @@ class Carried:
         """Every batch through layer ``i``; ``keep``: what comes out is carried on, otherwise only looked at."""
         for batch in self.batches:
             self.now = batch
-            out, _ = block(self.read(batch), self.layered.turn(i, batch), None)
+            out, _ = block(self.read(batch), *self.layered.beside(i, batch))
             if keep:
                 self.states[batch.rows] = out.flatten(0, 1).cpu()
 
