@@ -25,6 +25,7 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.calibrate import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
+from dlm_export.workplace import Workplace
 
 SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sample=2), judged=2)
 
@@ -50,7 +51,7 @@ def make(checkpoint: Path, output: Path, precision: str, target: str = "cpu", ac
     options = BuildOptions((target,), precision, activations, check_parity=False, quantise=SMALL)
     build(checkpoint, output, options)
     job = check_job(check_request(options), open_source(checkpoint))
-    numbers = quantise(job, None, Stages()).numbers
+    numbers = quantise(job, None, Workplace(), Stages()).numbers
     simulated = json.loads((output / "manifest.json").read_text())["loop"]["graph"]["simulated"]
     return Made(output, numbers, job.base, simulated)
 

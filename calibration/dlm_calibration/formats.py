@@ -394,8 +394,8 @@ def _check_finite(w: np.ndarray | Lazy) -> None:
         count += len(bad)
     if count:
         raise QuantisationError(
-            f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: nothing "
-            "can be quantised from them. Check the checkpoint."
+            f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: "
+            "nothing can be quantised from them. Check the checkpoint."
         )
 
 

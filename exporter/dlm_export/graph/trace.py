@@ -192,11 +192,23 @@ def _name_layers(model: ir.Model) -> None:
         node.metadata_props[LAYER_KEY] = path or "pass"
         for value in node.outputs:
             value.metadata_props.clear()
-            if value.type is None and node.op_type == "RMSNormalization" and node.inputs[0] is not None:
-                value.type = node.inputs[0].type  # torch leaves it out
+            if value.type is None:  # torch leaves some out
+                value.type = _type_given_by(node)
     for name, value in list(model.graph.initializers.items()):
         value.metadata_props.clear()
         value.name = name.removeprefix("denoiser.")
+
+
+def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
+    """The type of a node's output, for operators that keep their first input's and a few that do not."""
+    if node.op_type == "Cast":
+        return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
+    if node.op_type == "Constant":
+        found = ir.convenience.get_const_tensor(node.outputs[0])
+        return None if found is None else ir.TensorType(found.dtype)
+    if node.op_type in ("Shape", "Size"):
+        return ir.TensorType(ir.DataType.INT64)
+    return node.inputs[0].type if node.inputs and node.inputs[0] is not None else None
 
 
 def _simplify_reshapes(model: ir.Model) -> None:
