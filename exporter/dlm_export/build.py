@@ -111,7 +111,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     if output.resolve() == source.path.resolve():
         raise TakenError(f"{output}: is what the bundle is built from; choose another folder")
     # An engine holds the weights once more.
-    needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base) + SMALL_FILES_BYTES)
+    needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base, job.formats) + SMALL_FILES_BYTES)
     with bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder:
         text = write_text(source.text, folder)
         with work.opened(job, folder, stages) as workplace:

@@ -83,7 +83,8 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
     fused = None if request.on_gpu else fuse.fuse(traced)
-    with stages.stage("write weights", write.data_bytes(source.network, job.base)) as advance:
+    formats = None if quantised is None else quantised.numbers.formats
+    with stages.stage("write weights", write.data_bytes(source.network, job.base, formats)) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)
     return Written(taps, fused, hashed)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import click
 
 WORD_LIMIT, LINE_LIMIT = 400, 5000  # characters: of a path or a name, and of an error with TensorRT's reasons
+
+LINE_EVERY_S = 10.0  # of progress where stderr is no terminal
 
 
 def one_line(text: object) -> str:
@@ -74,33 +78,70 @@ def warn(text: str) -> None:
     click.echo(f"Warning: {one_line(text)}", err=True)
 
 
+def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
+    """How far a stage is: part done, rate, estimate of what is left, and what the process holds. Large units are bytes."""
+    from dlm_export.memory import resident_bytes
+
+    is_bytes = total >= 1 << 20
+    told = [f"{stage} {done / max(1, total):.0%}"]
+    if total > 1:
+        told[0] += f", {format_bytes(done)} of {format_bytes(total)}" if is_bytes else f", {done} of {total}"
+    if total > 1 and 0 < done < total and seconds > 0:
+        rate = done / seconds
+        told += [f"{format_bytes(rate)}/s" if is_bytes else f"{rate:.3g}/s", f"{(total - done) / rate:.0f} s left"]
+    return ", ".join([*told, f"{seconds:.0f} s so far", f"{format_bytes(resident_bytes())} in memory"])
+
+
 class Bars:
-    """Progress as one rich bar a stage, on stderr; nothing where stderr is no terminal."""
+    """Progress on stderr: a bar a stage on a terminal; elsewhere a line every ``LINE_EVERY_S``."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (
-            TextColumn("{task.description:16}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>4.0f}%"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._now: tuple[str, int, float] | None = None  # stage, total, when it began
+        self._done = 0
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._print_lines, daemon=True)
+        self._bars: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Bars:
-        self._progress.start()
+        if sys.stderr.isatty():
+            self._bars = _rich_bars()
+            self._bars.start()
+        else:
+            self._lines.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._ended.set()
+        if self._bars is not None:
+            self._bars.stop()
 
     def start(self, stage: str, total: int) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, completed=self._progress.tasks[self._task].total)
-        self._task = self._progress.add_task(stage, total=total)
+        self._now, self._done = (stage, total, time.monotonic()), 0
+        if self._bars is not None:
+            if self._task is not None:
+                self._bars.update(self._task, completed=self._bars.tasks[self._task].total)
+            self._task = self._bars.add_task(stage, total=total)
 
     def advance(self, units: int = 1) -> None:
-        self._progress.advance(self._task, units)
+        self._done += units
+        if self._bars is not None:
+            self._bars.advance(self._task, units)
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(LINE_EVERY_S):
+            if self._now is not None:
+                stage, total, began = self._now
+                click.echo(told_progress(stage, self._done, total, time.monotonic() - began), err=True)
+
+
+def _rich_bars() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task
+    from rich.text import Text
+
+    class Told(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(told_progress(task.description, int(task.completed), int(task.total or 0), task.elapsed or 0.0))
+
+    return Progress(BarColumn(), Told(), console=Console(stderr=True))

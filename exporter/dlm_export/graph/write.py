@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,32 @@ import onnx_ir as ir
 
 from dlm_calibration.formats import pack_nibbles
 from dlm_calibration.pieces import Lazy, ahead, row_slices
-from dlm_export.graph import DATA_FILE, DEVICE_FILE, GRAPH_FILE, LAYER_KEY, PRECISIONS
+from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_export.graph import DATA_FILE, DEVICE_FILE, GRAPH_FILE, LAYER_KEY, PRECISIONS, functions
 from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import NetworkSpec
 
+_MOST_PARTS = 3  # initialisers of a weight: codes, scales and a scale of these
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 
 
-def data_bytes(network: NetworkSpec, precision: str) -> int:
-    """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask token's bias, page padding."""
+def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] | None = None) -> int:
+    """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask token's bias, page padding.
+
+    ``formats``: layer -> the format that it is held in, where it is not ``precision``.
+    """
     c = network
     tables = c.rotary_tables()
     elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
-    padding = (len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
-    return elements * PRECISIONS[precision] + 4 * c.vocab_size + padding
+    padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
+    saved = 0
+    for path, layer in c.quantisable().items():
+        chosen = FORMATS[(formats or {}).get(path, HIGH)]
+        if chosen.weights is not None:
+            columns = functions.padded(layer.outputs)
+            saved += layer.inputs * layer.outputs * PRECISIONS[precision] - chosen.weight_bytes(layer.inputs, columns)
+    return elements * PRECISIONS[precision] - saved + 4 * c.vocab_size + padding
 
 
 def write_graph(

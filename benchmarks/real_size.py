@@ -1,0 +1,331 @@
+"""An 8 B denoiser from checkpoint to tokens on this machine, and the headers of one of 100 B through inspect and plan.
+
+    python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json FILE] [-- BUILD OPTIONS]
+    python benchmarks/real_size.py --layers 4 --precisions int8 -- --no-verify
+
+The checkpoint has LLaDA-8B's released shape (arXiv:2502.09992; d 4096, 32 heads, MLP 12288, vocabulary 126464, bf16, shards
+with an index) and random weights. What stands behind ``--`` goes to every ``dlm-export build``: ``--judged``,
+``--calib-samples``, ``--no-verify`` and the like. Each step is a process of its own: seconds, stages, the most memory it held
+at a time, its own and that of mapped files apart, and the bytes that went through its disk and its calls. Files are dropped
+from the system's cache before each step. Beside them stand this machine's rates, measured in the same run. Everything is
+removed afterwards unless --keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shapes import ROOT, machine
+
+sys.path.insert(0, str(ROOT / "tests"))
+from checkpoints import llada_config, llada_shapes
+
+IDS = {
+    "vocab_size": 126_464,
+    "embedding_size": 126_464,
+    "mask_token_id": 126_336,
+    "eos_token_id": 126_081,
+    "pad_token_id": 126_081,
+}
+REAL = {"d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12_288, "max_sequence_length": 4096}
+LARGE = {"d_model": 10_240, "n_heads": 80, "n_kv_heads": 80, "mlp_hidden_size": 28_672, "max_sequence_length": 4096}
+LARGE_LAYERS = 76  # 100 B parameters
+SHARD_BYTES = 4 << 30
+POOL = 1 << 24  # normal numbers that all tensors are taken from
+PROBE_BYTES = 2 << 30  # of a file written and read for the disk's rates
+SAMPLE_S = 0.05
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def shards(shapes: Shapes) -> list[list[str]]:
+    """Tensors' names in order, in files of about ``SHARD_BYTES``."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        if files[-1] and held + size > SHARD_BYTES:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
+
+
+def header(shapes: Shapes) -> tuple[bytes, int]:
+    """What a safetensors file begins with, and the bytes of data that it promises."""
+    entries, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, offset
+
+
+def values(name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """bf16 weights in pieces, as bits: normal ones that keep activations near unit size, and ones in norms."""
+    is_norm = len(shape) == 1
+    scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
+    scaled = (1 + 0.1 * pool if is_norm else pool * np.float32(scale)).view(np.uint32) >> 16
+    bits, left = scaled.astype(np.uint16), math.prod(shape)
+    while left:
+        start = int(rng.integers(POOL // 2))  # from somewhere else each time: no two tensors, nor pieces of one, are alike
+        piece = bits[start : start + min(left, POOL // 2)]
+        left -= piece.size
+        yield piece
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
+    """Write config.json, the index and its shards; the bytes of weights. ``has_data=False``: headers, and holes behind them."""
+    shapes = llada_shapes(config)
+    files = shards(shapes)
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal(POOL, np.float32) if has_data else np.empty(0, np.float32)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map, total = {}, 0
+    for i, names in enumerate(files):
+        file = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        text, size = header({name: shapes[name] for name in names})
+        with (folder / file).open("wb") as out:
+            out.write(text)
+            for name in names if has_data else ():
+                for piece in values(name, shapes[name], pool, rng):
+                    out.write(piece.data)
+            out.truncate(len(text) + size)
+        weight_map |= dict.fromkeys(names, file)
+        total += size
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+# ---- Steps ----
+
+
+def figures(path: Path) -> dict[str, int]:
+    """``name: number`` lines of a file under /proc/PID; kB as bytes."""
+    found = {}
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        number, *unit = value.split() or [""]
+        if number.isdigit():
+            found[name] = int(number) * (1024 if unit == ["kB"] else 1)
+    return found
+
+
+class Watched:
+    """The most memory that a process held at a time, and the bytes it moved; looked at every ``SAMPLE_S``."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.folder = Path(f"/proc/{process.pid}")
+        self.process = process
+        self.peak = dict.fromkeys(("RssAnon", "RssFile", "VmHWM"), 0)
+        self.moved: dict[str, int] = {}
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while self.process.poll() is None:
+            try:
+                status = figures(self.folder / "status")
+                self.moved = figures(self.folder / "io") or self.moved
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ends this moment
+                break
+            for name in self.peak:
+                self.peak[name] = max(self.peak[name], status.get(name, 0))
+            time.sleep(SAMPLE_S)
+
+    def row(self) -> dict[str, int]:
+        """Bytes by name. ``disk``: what storage was asked for; ``calls``: what read and write carried, cached or not."""
+        self.thread.join()
+        names = {"disk_read": "read_bytes", "disk_written": "write_bytes", "calls_read": "rchar", "calls_written": "wchar"}
+        return {
+            "peak_anonymous_bytes": self.peak["RssAnon"],
+            "peak_mapped_bytes": self.peak["RssFile"],
+            "peak_rss_bytes": self.peak["VmHWM"],
+            **{f"{ours}_bytes": self.moved.get(theirs, 0) for ours, theirs in names.items()},
+        }
+
+
+def forget(folder: Path) -> None:
+    """Ask the system to drop the files' pages, so that the next reader reads the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
+    """Run a command of dlm-export by itself, print its row and return it with what the command printed as JSON."""
+    forget(reads)
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "dlm_export.cli", *arguments, "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    watched = Watched(process)
+    text, _ = process.communicate()
+    seconds = time.perf_counter() - began
+    row = {"step": name, "seconds": round(seconds, 2), **watched.row(), "exit": process.returncode}
+    gib = {
+        key: row[f"{key}_bytes"] / 2**30 for key in ("peak_anonymous", "peak_mapped", "peak_rss", "disk_read", "disk_written")
+    }
+    told = f"{name:24} {seconds:8.1f} s  own {gib['peak_anonymous']:6.2f} GiB  mapped {gib['peak_mapped']:6.2f}  "
+    told += f"both {gib['peak_rss']:6.2f}  read {gib['disk_read']:6.2f}  written {gib['disk_written']:6.2f}"
+    if process.returncode:
+        print(f"{told}  exit {process.returncode}", flush=True)
+        return row
+    row["result"] = json.loads(text)
+    stages = row["result"].get("stages_s", {}) if isinstance(row["result"], dict) else {}
+    print(told + "".join(f"  {stage} {spent:.1f}" for stage, spent in stages.items()), flush=True)
+    return row
+
+
+# ---- The machine ----
+
+
+def disk_rates(folder: Path) -> dict[str, float]:
+    """Bytes a second of one large file, written with its flush to the disk and read back from there."""
+    path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
+    try:
+        began = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(PROBE_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+        written = time.perf_counter()
+        forget(folder)
+        read = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.read(8 << 20):
+                pass
+        return {"write": PROBE_BYTES / (written - began), "read": PROBE_BYTES / (time.perf_counter() - read)}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def measure_machine(folder: Path) -> dict[str, Any]:
+    """Rates of disk, memory and arithmetic, the latter two as ``dlm-export bench`` measures them."""
+    from dlm_export.planning import roofline
+
+    probe = folder / "disk"
+    probe.mkdir()
+    disk, rates = disk_rates(probe), asdict(roofline.measure(0))
+    print(
+        f"disk: {disk['write'] / 1e9:.2f} GB/s written, {disk['read'] / 1e9:.2f} read; memory "
+        f"{rates['read_bytes_per_s'] / 1e9:.1f} GB/s; multiply-adds: int8 {rates['int8_macs_per_s'] / 1e9:.0f} G/s, "
+        f"fp32 {rates['fp32_macs_per_s'] / 1e9:.0f} G/s",
+        flush=True,
+    )
+    return {"disk_write_bytes_per_s": disk["write"], "disk_read_bytes_per_s": disk["read"], **rates}
+
+
+def require_room(folder: Path, needed: float) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SystemExit(f"{folder}: needs {needed / 1e9:.1f} GB of disk, only {free / 1e9:.1f} GB are free")
+
+
+def carry(folder: Path, layers: int, precisions: list[str], build_options: list[str], keep: bool) -> list[dict[str, Any]]:
+    """Through inspect, plan and, a precision, build, run and bench."""
+    checkpoint = folder / "checkpoint"
+    config = llada_config(n_layers=layers, **REAL, **IDS)
+    parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
+    # An int8 bundle, the largest of the usual ones: a byte a weight with its padding, four of the embedding table.
+    bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
+    require_room(folder, 2 * parameters + bundle_bytes * (len(precisions) if keep else 1))
+    began = time.perf_counter()
+    size = write_checkpoint(checkpoint, config, has_data=True)
+    print(
+        f"{layers} layers, {parameters / 1e9:.2f} B parameters, {size / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    rows = [
+        step("inspect", ["inspect", str(checkpoint)], checkpoint),
+        step("plan", ["plan", str(checkpoint), "--targets", "cpu,rtx5090,h100"], checkpoint),
+    ]
+    for precision in precisions:
+        bundle = folder / f"bundle-{precision}"
+        built = step(
+            f"build {precision}",
+            ["build", str(checkpoint), "-o", str(bundle), "--precision", precision, *build_options],
+            checkpoint,
+        )
+        rows.append(built)
+        if built["exit"]:
+            continue
+        tokens = ",".join(str(token) for token in range(100, 132))
+        run = ["run", str(bundle), "--tokens", tokens, "--max-new-tokens", "32", "--steps", "8"]
+        rows.append(step(f"run {precision}", run, bundle))
+        bench = [
+            "bench",
+            str(bundle),
+            "--rounds",
+            "3",
+            "--prompt-tokens",
+            "32",
+            "--new-tokens",
+            "32",
+            "--set",
+            "steps_per_block=8",
+        ]
+        rows.append(step(f"bench {precision}", bench, bundle))
+        if not keep:
+            shutil.rmtree(bundle)
+    return rows
+
+
+def carry_headers(folder: Path) -> list[dict[str, Any]]:
+    """100 B parameters of which only headers are there: what needs no weights."""
+    checkpoint = folder / "headers"
+    size = write_checkpoint(checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False)
+    print(f"headers of {size / 2e9:.0f} B parameters, {size / 1e9:.0f} GB of holes", flush=True)
+    return [
+        step("inspect 100B", ["inspect", str(checkpoint)], checkpoint),
+        step("plan 100B", ["plan", str(checkpoint), "--targets", "cpu,h200,b200"], checkpoint),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32, help="of LLaDA-8B's width; 32 are the released ones")
+    parser.add_argument("--precisions", default="int8,int4,nvfp4")
+    parser.add_argument("--keep", action="store_true", help="leave checkpoint and bundles in build/benchmarks/real-size")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("build_options", nargs="*", metavar="-- BUILD OPTIONS")
+    arguments = parser.parse_args()
+    folder = ROOT / "build" / "benchmarks" / "real-size"
+    folder.mkdir(parents=True, exist_ok=False)
+    try:
+        require_room(folder, PROBE_BYTES)
+        measured = measure_machine(folder)
+        rows = carry_headers(folder)
+        rows += carry(folder, arguments.layers, arguments.precisions.split(","), arguments.build_options, arguments.keep)
+        if arguments.json:
+            found = {"machine": machine(), "measured": measured, "layers": arguments.layers, "rows": rows}
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(folder)
+    if any(row["exit"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
