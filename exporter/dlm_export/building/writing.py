@@ -78,6 +78,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
                 rotated=numbers.rotated,
                 embedding=numbers.recipe.embedding,
                 for_tensorrt=form is device,
+                is_shared=device is not None,
             )
         read = _quantised_reader(numbers, parts)
     if job.base == "bf16":
@@ -109,7 +110,9 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
     """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
     if part.part == "panels":
-        return functions.lazy_panels(weight.codes)
+        return functions.lazy_nvfp4_panels(weight.codes) if weight.format == "nvfp4" else functions.lazy_panels(weight.codes)
+    if part.part == "panel_scales" and weight.format == "nvfp4":
+        return functions.nvfp4_panel_scales(weight.scales)
     if part.part == "panel_scales":
         return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]

@@ -1,8 +1,8 @@
 """Operators of our own, each defined in ONNX's: what a graph calls in domain ``dlm_export``.
 
 A graph carries the definition of every function that it calls, so any engine runs it. The native runtime has kernels for
-all but NVFP4's and registers them under the same names, which ONNX Runtime then prefers to the definition: the definitions
-are what those kernels must compute.
+all but NVFP4's rounding and registers them under the same names, which ONNX Runtime then prefers to the definition: the
+definitions are what those kernels must compute.
 
 ==========================  ===========================================================================================
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127;
@@ -11,11 +11,14 @@ are what those kernels must compute.
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
                             q, k, v ``[B, T, heads * D]``, turned by position here
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
+``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, the weight in NVFP4, x as it is
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
 INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors multiply them (``panels``);
-columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant.
+columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant. NVFP4 weights lie in panels
+``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its high one. Their group
+scales are ``[N / 32, K / 16, 32]``.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import SMALLEST_ROW
+from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Lazy
 
 DOMAIN = "dlm_export"
-KERNELS = ("CachedAttention", "Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear", "Candidates")
+KERNELS = ("CachedAttention", "Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear", "NVFP4Linear", "Candidates")
 """The functions that the native runtime has kernels for."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 _OPSET = 23
@@ -51,6 +54,30 @@ def lazy_panels(codes: np.ndarray) -> Lazy:
     inputs, columns = codes.shape
     shape = (padded(columns) // PANEL, inputs // DOT, PANEL, DOT)
     return Lazy(shape, lambda at: panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
+
+
+def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
+    """E2M1 codes ``[N, K]``, one a byte, as uint8 ``[ceil(N / 32), K, 16]``."""
+    columns, inputs = codes.shape
+    whole = np.zeros((padded(columns), inputs), np.uint8)
+    whole[:columns] = codes
+    halves = whole.reshape(-1, 2, PANEL // 2, inputs)
+    return np.ascontiguousarray((halves[:, 0] | halves[:, 1] << 4).transpose(0, 2, 1))
+
+
+def lazy_nvfp4_panels(codes: np.ndarray) -> Lazy:
+    """``nvfp4_panels``, those that are asked for."""
+    columns, inputs = codes.shape
+    shape = (padded(columns) // PANEL, inputs, PANEL // 2)
+    return Lazy(shape, lambda at: nvfp4_panels(codes[at[0].start * PANEL : at[0].stop * PANEL]))
+
+
+def nvfp4_panel_scales(scales: np.ndarray) -> np.ndarray:
+    """Group scales ``[N, K / 16]`` as ``[ceil(N / 32), K / 16, 32]``, zero for columns that fill up."""
+    columns, groups = scales.shape
+    whole = np.zeros((padded(columns), groups), scales.dtype)
+    whole[:columns] = scales
+    return np.ascontiguousarray(whole.reshape(-1, PANEL, groups).transpose(0, 2, 1))
 
 
 def padded(columns: int) -> int:
@@ -169,6 +196,25 @@ def _candidates() -> ir.Function:
     return body.function({"top_token": op("Cast", top_token, to=ir.DataType.INT32), "top_prob": top_prob, "entropy": entropy})
 
 
+def _nvfp4_linear() -> ir.Function:
+    """A weight is its E2M1 value times (its group's scale times the tensor's)."""
+    body = _Body("NVFP4Linear", "x panels scales global_scale")
+    op, ints = body.op, body.ints
+    x, stored, scales, global_scale = body.inputs
+    low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
+    high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
+    codes = op("Cast", op("Concat", low, high, axis=-1), to=ir.DataType.INT32)
+    values = op("Reshape", op("Gather", body.constant(E2M1_VALUES), codes), ints(0, -1, NVFP4_GROUP_SIZE, PANEL))
+    steps = op("Mul", op("Cast", scales, to=ir.DataType.FLOAT), global_scale)
+    weights = op("Mul", values, op("Unsqueeze", steps, ints(2)))
+    # [N / 32, K / 16, 16, 32] -> [K / 16, 16, N / 32, 32] -> [K, N]
+    whole = op("Transpose", weights, perm=[1, 2, 0, 3])
+    rows = op("Mul", op("Shape", whole, start=0, end=1), ints(NVFP4_GROUP_SIZE))
+    matrix = op("Reshape", whole, op("Concat", rows, ints(-1), axis=0))
+    weight = op("Slice", matrix, ints(0), body.attribute("columns", ir.AttributeType.INTS), ints(1))
+    return body.function({"y": op("MatMul", x, weight)}, {"columns": ir.AttributeType.INTS})
+
+
 def _nvfp4() -> ir.Function:
     """E2M1 in groups of 16 along K, E4M3 group scales, one fp32 scale.
 
@@ -200,5 +246,6 @@ _DEFINITIONS = {
     "Int8GatedLinear": lambda: _int8_linear("Int8GatedLinear", 2, is_gated=True),
     "CachedAttention": _cached_attention,
     "Candidates": _candidates,
+    "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,
 }

@@ -12,9 +12,10 @@ int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear 
 int8-weight     DequantizeLinear on the weight; activations stay
 int4            the same in groups along the input
 fp8             as int8-static, in E4M3
-nvfp4           on a CPU the exactly equal image: packed E2M1 codes looked up in a table of 16, times E4M3 group scale, times
-                the tensor's scale; the input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that
-                round to E2M1 by steps. For TensorRT two DequantizeLinear, and TRT_FP4DynamicQuantize on the input
+nvfp4           on a CPU the exactly equal image: E2M1 codes looked up in a table of 16, times E4M3 group scale, times the
+                tensor's scale, in ``dlm_export::NVFP4Linear`` or, where TensorRT shares the initialisers, spelled out; the
+                input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that round to E2M1 by steps. For
+                TensorRT two DequantizeLinear, and TRT_FP4DynamicQuantize on the input
 ==============  ========================================================================================================
 
 The engine folds what depends on constants only, so an image costs its size on disk but no time in a pass. Scales are in the
@@ -47,7 +48,7 @@ F8 = ir.DataType.FLOAT8E4M3FN
 class Part:
     """What an initialiser of a quantised graph holds of a layer's weight.
 
-    ``codes``, ``scales``, ``global_scale``, or ``panels`` and ``panel_scales``: codes and scales as ``functions`` has them.
+    ``codes``, ``scales``, ``global_scale``, or ``panels`` and ``panel_scales``: codes and scales as ``functions`` wants them.
     """
 
     layer: str
@@ -80,13 +81,15 @@ def rewrite(
     rotated: Mapping[str, int] | None = None,
     embedding: str | None = None,
     for_tensorrt: bool = False,
+    is_shared: bool = False,
 ) -> dict[str, Part]:
     """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by name.
 
     ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs, ``rotated`` the size of
-    the Hadamard matrix that turns a layer's input. INT8 with ranges of each pass needs a graph in fp32.
+    the Hadamard matrix that turns a layer's input. INT8 with ranges of each pass needs a graph in fp32. ``is_shared``: both
+    forms are written over the same initialisers.
     """
-    writer = _Writer(traced, for_tensorrt)
+    writer = _Writer(traced, for_tensorrt, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
     wanted = {layer for layer, name in formats.items() if name != HIGH}
     for node in list(traced.model.graph):
         layer = node.metadata_props.get(LAYER_KEY, "")
@@ -110,10 +113,10 @@ def rewrite(
 
 
 class _Writer:
-    def __init__(self, traced: Graph, for_tensorrt: bool) -> None:
+    def __init__(self, traced: Graph, for_tensorrt: bool, has_panels: bool) -> None:
         self.graph = traced.model.graph
         self.model = traced.model
-        self.for_tensorrt = for_tensorrt
+        self.for_tensorrt, self.has_panels = for_tensorrt, has_panels
         self.dtype = traced.element_type
         self.parts: dict[str, Part] = {}
         self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
@@ -172,20 +175,35 @@ class _Writer:
             return
         if chosen.activations is not None:
             assert amax is not None, layer
-            node.replace_input_with(0, self.activation(node, layer, x, chosen.activations, amax))
+            x = self.activation(node, layer, x, chosen.activations, amax)
+            node.replace_input_with(0, x)
+        if chosen.weights == "nvfp4" and self.has_panels:
+            self.nvfp4_panels(node, layer, x, K, N)
+            return
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
     def int8_dynamic(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
-        functions.declare(self.model, "Int8Linear")
         width = functions.padded(N)
         shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
         scales = self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
-        result = self.nodes(node, layer, (f"{functions.DOMAIN}::Int8Linear", [x, panels, scales], {"columns": [N]}))
+        self.linear(node, layer, "Int8Linear", [x, panels, scales], N)
+
+    def nvfp4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
+        count = functions.padded(N) // functions.PANEL
+        panels = self.weight(layer, "panels", (count, K, functions.PANEL // 2), ir.DataType.UINT8)
+        scales = self.weight(layer, "panel_scales", (count, K // 16, functions.PANEL), F8)
+        global_scale = self.weight(layer, "global_scale", (), self.dtype)
+        self.linear(node, layer, "NVFP4Linear", [x, panels, scales, global_scale], N)
+
+    def linear(self, node: ir.Node, layer: str, name: str, inputs: list[ir.Value | None], N: int) -> None:
+        """A call in the place of a MatMul."""
+        functions.declare(self.model, name)
+        result = self.nodes(node, layer, (f"{functions.DOMAIN}::{name}", inputs, {"columns": [N]}))
         old = node.outputs[0]
-        name, result.shape, result.type = old.name, old.shape, old.type
+        kept, result.shape, result.type = old.name, old.shape, old.type
         old.replace_all_uses_with(result, replace_graph_outputs=True)
-        result.name, old.name = name, None
+        result.name, old.name = kept, None
         self.graph.remove(node, safe=True)
 
     def activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:

@@ -18,7 +18,7 @@
 namespace dlm {
 namespace {
 
-constexpr int kUint8 = 2;  // ElementType of graph.h has those of ports
+constexpr int kUint8 = 2, kFloat8 = 17;  // ElementType of graph.h has those of ports
 constexpr size_t kMostWeights = 3;
 constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
 
@@ -187,6 +187,30 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   kernels.linear(layer, scratch.get(), call);
 }
 
+void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) {
+  const auto x = call.input<float>(0), global_scale = call.input<float>(3);
+  const auto codes = call.input<uint8_t>(1), scales = call.input<uint8_t>(2);
+  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a single number");
+  const int64_t inputs = x.dims[x.rank - 1], columns = node.columns[0];
+  if (inputs < kGroup || inputs % kGroup != 0 || columns < 1 || columns > INT32_MAX) {
+    fail(DLM_BAD_BUNDLE, "a weight of %lld by %lld", static_cast<long long>(inputs), static_cast<long long>(columns));
+  }
+  const int64_t panels = padded_columns(columns) / kPanel;
+  if (!codes.is({panels, inputs, kPanel / 2}) || !scales.is({panels, inputs / kGroup, kPanel}) || !global_scale.is({}))
+    fail(DLM_BAD_BUNDLE, "the weight is not one of %lld by %lld in panels", static_cast<long long>(inputs),
+         static_cast<long long>(columns));
+  auto shape = x.dims;
+  shape[x.rank - 1] = columns;
+  Nvfp4Linear layer{};
+  layer.x = x.data;
+  layer.rows = x.count() / inputs;
+  layer.inputs = inputs, layer.columns = columns;
+  layer.panels = codes.data, layer.scales = scales.data;
+  layer.global_scale = *global_scale.data;
+  layer.y = call.output<float>(0, shape.data(), x.rank);
+  kernels.nvfp4_linear(layer, call);
+}
+
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "heads", &node.heads), kWhere);
   check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads), kWhere);
@@ -302,13 +326,14 @@ ort::CustomOp make_entry() {
   return entry;
 }
 
-constexpr int F = kFloat, C = kUint8;
+constexpr int F = kFloat, C = kUint8, S = kFloat8;
 
 constexpr Definition kDefinitions[] = {
     {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
     {"Int8Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_columns, compute_linear},
     {"Int8Linear3", {F, C, F, C, F, C, F}, 7, {F, F, F}, 3, 3, false, read_columns, compute_linear},
     {"Int8GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_columns, compute_linear},
+    {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
     {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, compute_attention},
     {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
 };

@@ -1,5 +1,5 @@
-// The arithmetic of a pass that ONNX Runtime's own kernels are slow at: INT8 linear layers, attention over a cache, and the
-// candidates of a row. One implementation (kernels_body.h) over the vector instructions of each processor.
+// The arithmetic of a pass that ONNX Runtime's own kernels are slow at, or hold far more memory for than the weights take: INT8
+// and NVFP4 linear layers, attention over a cache, and the candidates of a row. One implementation (kernels_body.h) over the vector instructions of each processor.
 //
 // Every kernel computes what the function of the same name in the exporter's functions.py says in ONNX operators. Quantised
 // values are equal to the bit; sums of floats are taken in another order, and exponentials are within 2e-7.
@@ -25,6 +25,7 @@ class Parallel {
 
 constexpr int64_t kPanel = 32;  // columns of a weight that lie together in memory
 constexpr int64_t kDot = 4;     // products that one instruction adds up
+constexpr int64_t kGroup = 16;  // inputs of a column that share a scale in NVFP4
 constexpr int64_t kMostInputs = 1 << 16;  // of a linear layer: sums of so many products fit 32 bits
 constexpr int64_t kLargestHeadSize = 512;  // that attention takes
 
@@ -52,6 +53,17 @@ struct Int8Linear {
   size_t scratch_bytes() const { return static_cast<size_t>(rows * (2 * inputs + 8)) + 64; }
 };
 
+// y [rows, columns] = x [rows, inputs] @ weight, inputs a multiple of 16. A weight is its E2M1 value times (its group's scale
+// times the tensor's) in fp32; x is taken as it is.
+struct Nvfp4Linear {
+  const float* x;
+  int64_t rows, inputs, columns;
+  const uint8_t* panels;  // [N / 32, K, 16]: columns 0 to 15 of a panel in the low nibbles, 16 to 31 in the high ones
+  const uint8_t* scales;  // E4M3 [N / 32, K / 16, 32]
+  float global_scale;
+  float* y;
+};
+
 // Attention of the new tokens over cached and new rows, both ways; q, k and v are [B, T, heads, D], not yet turned by position.
 struct CachedAttention {
   const float *q, *k, *v;               // [B, T, H, D], [B, T, Hkv, D] twice
@@ -77,6 +89,7 @@ struct Candidates {
 struct Kernels {
   const char* name;
   void (*linear)(const Int8Linear& layer, void* scratch, Parallel& parallel);
+  void (*nvfp4_linear)(const Nvfp4Linear& layer, Parallel& parallel);
   void (*attention)(const CachedAttention& pass, Parallel& parallel);
   void (*candidates)(const Candidates& rows, Parallel& parallel);
 };

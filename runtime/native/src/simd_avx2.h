@@ -9,6 +9,7 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
+constexpr int kFloatRows = 6;     // of a product of floats, with two vectors of weights
 constexpr int kQueryVectors = 2;  // of attention
 constexpr int kKeyBlock = 4;
 
@@ -109,6 +110,16 @@ inline void store_codes(Code* to, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(to_shorts(x), order));
 }
 #endif
+
+// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+using Table = __m128i;
+inline Table load_table(const int8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+template <int kShift>
+inline F look_up(Table table, const uint8_t* from) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m128i nibbles = _mm_and_si128(_mm_srli_epi16(bytes, kShift), _mm_set1_epi8(15));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
+}
 
 inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 

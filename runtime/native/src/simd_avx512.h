@@ -10,6 +10,7 @@ namespace simd {
 
 constexpr int kLanes = 16;
 constexpr int kTileRows = 12, kProductVectors = 2;  // of an INT8 product in registers: 24 sums, 2 vectors of weights
+constexpr int kFloatRows = 12;  // of a product of floats, with as many vectors
 constexpr int kQueryVectors = 2;  // of attention
 constexpr int kKeyBlock = 8;
 
@@ -62,6 +63,16 @@ inline Activations spread(const Code* four) {
 inline I dot(I sum, Weights w, Activations a) { return _mm512_dpbusd_epi32(sum, w, a); }
 // Lanes that fit a byte.
 inline void store_codes(Code* to, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x)); }
+
+// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+using Table = __m128i;
+inline Table load_table(const int8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+template <int kShift>
+inline F look_up(Table table, const uint8_t* from) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m128i nibbles = _mm_and_si128(_mm_srli_epi16(bytes, kShift), _mm_set1_epi8(15));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
+}
 
 inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 

@@ -10,6 +10,7 @@ namespace simd {
 
 constexpr int kLanes = 4;
 constexpr int kTileRows = 5, kProductVectors = 4;  // of an INT8 product in registers: 20 sums, 4 vectors of weights
+constexpr int kFloatRows = 5;                      // of a product of floats, with as many vectors
 constexpr int kQueryVectors = 4;                   // of attention
 constexpr int kKeyBlock = 4;
 
@@ -65,6 +66,17 @@ inline void store_codes(Code* to, I x) {
   const int16x4_t shorts = vmovn_s32(x);
   const int8x8_t bytes = vmovn_s16(vcombine_s16(shorts, shorts));
   vst1_lane_s32(reinterpret_cast<int32_t*>(to), vreinterpret_s32_s8(bytes), 0);
+}
+
+// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+using Table = int8x16_t;
+inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
+template <int kShift>
+inline F look_up(Table table, const uint8_t* from) {
+  uint32_t bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  const uint8x8_t nibbles = vcreate_u8(bytes >> kShift & 0x0f0f0f0fu);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vqtbl1_s8(table, nibbles)))));
 }
 
 inline void prefetch(const void* at) { __builtin_prefetch(at); }
