@@ -36,7 +36,7 @@ def bundle(size: str, precision: str) -> Path:
         source = ROOT / "examples" / "demo-denoiser" if size == "demo" else checkpoint(size)
         target = LEAST_TARGET.get(precision, "rtx4090")
         options = ["--target", target, "--precision", precision, "--no-engine", "--force", "--json"]
-        effort = ["--judged", str(JUDGED)] if size == "demo" else list(FEW)
+        effort = ["--judge", "full", "--judged", str(JUDGED)] if size == "demo" else list(FEW)
         command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), *options, *effort]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return output

@@ -18,6 +18,7 @@ from shapes import ROOT, machine
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging import accuracy
+from dlm_export.judging.rounds import Effort
 from dlm_export.progress import Silent
 from dlm_export.quantising.samples import CalibrationOptions, load_data
 from dlm_export.sources import open_source
@@ -45,14 +46,16 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
     }
     threshold = 0.9
     if is_quantised:
-        judging = accuracy.JudgingOptions(CalibrationOptions(data=data), judged, threads=1)
+        judging = accuracy.JudgingOptions(CalibrationOptions(data=data), Effort("full", judged), threads=1)
         judgement = accuracy.judge_bundle(folder, source, judging, Silent())
         found = judgement.as_dict()
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}
         row["free_running"] = {k: v for k, v in found["free_running"].items() if not isinstance(v, list)}
         with dlm_runtime.open(folder) as bundle:
             own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
-            fitted = accuracy.fit_threshold(source, bundle, own.calibration[:FITTED], "fast-dllm", 0, lambda: None)
+            fitted = accuracy.fit_threshold(
+                source, bundle, own.calibration[:FITTED], "fast-dllm", 0, lambda: None, by_replay=False
+            )
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold
     with dlm_runtime.open(folder) as bundle:

@@ -69,6 +69,7 @@ def made_up_accuracy() -> dict[str, Any]:
             "reference": "checkpoints/of/one/long/path/LLaDA-8B-Instruct, fp32",
             "candidate": "demo mixed",
             "data": {"samples": 200, "sha256": "c3" * 32, "seed": 1},
+            "effort": {"judge": "full", "stopped": "all", "states_of": "reference", "free_runs": 200},
             "policy": {"commit": "threshold", "threshold": 0.9, "block_length": 32},
             "buckets": buckets,
             "overall": {**overall, "reference_bits_per_byte": 1.2345, "candidate_bits_per_byte": 1.2411},
@@ -91,6 +92,7 @@ def made_up_accuracy() -> dict[str, Any]:
             },
             "free_running": {
                 "prompts": 64,
+                "equal_by_induction": None,
                 "exact_match": 0.8125,
                 "token_agreement": 0.961,
                 "first_divergence_median": 17.0,
@@ -118,6 +120,7 @@ def made_up_accuracy() -> dict[str, Any]:
                 "quality": "task",
                 "curve": curve,
                 "verdict": "raised",
+                "found_by": "generations",
                 "samples": 32,
                 "difference": 0.0,
                 "interval": [-0.02, 0.02],

@@ -101,6 +101,7 @@ document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
         ({"data": {"sha256": "d4" * 32}}, r"judged otherwise than .*int8 \(data: sha256\)"),
         ({"data": {"seed": 2}}, r"\(data: seed\)"),
         ({"policy": {"threshold": 0.5}}, r"\(policy: threshold\)"),
+        ({"effort": {"states_of": "candidate"}}, r"\(effort: states_of\)"),
         (
             {"overall": {"reference_ce": 9.0}},
             "judged by another denoiser than .*int8: the reference's cross-entropy is 9 there",
@@ -110,6 +111,13 @@ document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
 def test_bundles_that_were_judged_otherwise_are_refused(judged: Judged, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ComparisonError, match=says):
         read_entries([judged("int8"), judged("int4", **changes)])
+
+
+def test_bundles_that_took_more_or_fewer_of_the_same_samples_stand_side_by_side(judged: Judged, tmp_path: Path) -> None:
+    fewer = {"data": {"samples": 50}, "overall": {"reference_ce": 9.0}, "effort": {"stopped": "time"}}
+    write_comparison(tmp_path / "page.html", read_entries([judged("int8"), judged("int4", **fewer)]))
+    page = Page((tmp_path / "page.html").read_text())
+    assert "on the first 50 or 200 of the same samples" in page.text
 
 
 def test_bundles_of_two_checkpoints_and_one_alone_are_refused(llada_bundle: Path, dream_bundle: Path, tmp_path: Path) -> None:

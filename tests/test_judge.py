@@ -18,8 +18,9 @@ from denoisers import load
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
-from dlm_export.judging import judge as judging
-from dlm_export.judging.judge import Budgets, Judgement, judge
+from dlm_export.judging import frontier as judging
+from dlm_export.judging.evidence import judge
+from dlm_export.judging.judge import Budgets, Judgement
 from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, scores
 from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.judging.torch_predictor import TorchPredictor
@@ -388,7 +389,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
         *("reference", "candidate", "data", "policy", "buckets", "overall", "frontier", "free_running", "noise_floor"),
-        *("layers", "threshold", "budgets", "passed", "misses"),
+        *("layers", "threshold", "budgets", "passed", "misses", "effort"),
     }
     assert set(found["data"]) == {"samples", "sha256", "seed"}
     assert all(set(row) == BUCKET for row in found["buckets"])
@@ -397,7 +398,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     assert set(found["frontier"]["buckets"][0]) == {"mask_ratio", "states", "jaccard", "committed", "flips"}
     assert set(found["free_running"]) == {
         *("prompts", "exact_match", "token_agreement", "first_divergence_median", "reference_nfe", "candidate_nfe"),
-        *("nfe_ratio", "nfe_ratio_interval", "task", "samples"),
+        *("nfe_ratio", "nfe_ratio_interval", "task", "samples", "equal_by_induction"),
     }
     assert set(found["free_running"]["task"]) == {"reference", "candidate", "difference", "difference_interval"}
     shown = {"prompt", "answer", "reference", "candidate", "reference_nfe", "candidate_nfe"}

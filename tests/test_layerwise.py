@@ -27,7 +27,7 @@ from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 from dlm_export.workplace import Workplace
 
-SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sample=2), judged=2)
+SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sample=2), effort=Effort(judged=2))
 
 
 @dataclass(frozen=True)

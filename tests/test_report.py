@@ -142,6 +142,28 @@ def test_speed_is_what_was_measured_with_the_processors_name(tmp_path: Path) -> 
     assert "Nothing on this page is a measurement of speed" in text
 
 
+def test_a_reference_that_did_not_run_freely_is_said_to_be_followed(tmp_path: Path) -> None:
+    accuracy = made_up_accuracy()
+    judgement = accuracy["judgement"]
+    judgement["effort"] |= {"judge": "default", "states_of": "candidate", "free_runs": 0}
+    free = judgement["free_running"]
+    free |= {"exact_match": None, "token_agreement": None, "first_divergence_median": None, "equal_by_induction": 0.875}
+    free["reference_nfe"][0] = 6.25
+    free["task"] |= {"reference": None, "difference": None, "difference_interval": None}
+    free["samples"][0] |= {"reference": None, "reference_nfe": 6.25}
+    judgement["threshold"]["found_by"] = "replay"
+    text = Page(rendered(tmp_path, accuracy=accuracy)).text
+    for words in (
+        "Runs equal by induction 87.5%",
+        "the reference did not run freely",
+        "On every canvas that the candidate's own loop met",
+        "NFE ratio (estimated), 95% interval",
+        "The passes of its other runs are estimated",
+        "Thresholds were tried by replaying the candidate's runs",
+    ):
+        assert words in text, words
+
+
 def test_the_axis_of_passes_begins_at_zero_at_the_earliest() -> None:
     judgement = made_up_accuracy()["judgement"]
     judgement["free_running"] |= {"reference_nfe": [3, 3, 3], "candidate_nfe": [3, 3, 3]}

@@ -333,21 +333,36 @@ def as_run(tokens: Sequence[int], prompt: Sequence[int], nfe: int, eos_token_ids
 
 
 def summarise_runs(
-    samples: Sequence[Sample], prompts: Sequence[str | None], reference: Sequence[Run], candidate: Sequence[Run], seed: int
+    samples: Sequence[Sample],
+    prompts: Sequence[str | None],
+    reference: Sequence[Run | None],
+    candidate: Sequence[Run],
+    seed: int,
+    reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Free runs side by side, as accuracy.json has them. ``prompts`` are the texts to show."""
-    pairs = list(zip(reference, candidate, strict=True))
+    """Free runs side by side, as accuracy.json has them. ``prompts`` are the texts to show.
+
+    A reference's run may be unknown (None): its passes are then an estimate, which ``reference_nfe`` has for every prompt, and
+    figures that compare texts are None.
+    """
+    known = [run for run in reference if run is not None]
+    pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []
     agreed = [token_agreement(a.tokens, b.tokens) for a, b in pairs]
-    divergences = [first_divergence(a.tokens, b.tokens) for a, b in pairs]
-    parted = [position for position in divergences if position is not None]
-    theirs, ours = np.array([run.nfe for run in reference]), np.array([run.nfe for run in candidate])
+    parted = [
+        None if theirs is None else first_divergence(theirs.tokens, ours.tokens)
+        for theirs, ours in zip(reference, candidate, strict=True)
+    ]
+    divergences = [position for position in parted if position is not None]
+    passes = reference_nfe if reference_nfe is not None else [run.nfe for run in known]
+    theirs, ours = np.array(passes), np.array([run.nfe for run in candidate])
     interval = ratio_interval(ours, theirs, seed)
-    order = sorted(range(len(pairs)), key=lambda i: divergences[i] is None)[:SHOWN_SAMPLES]
+    # Those that differ first, then those that nobody can tell.
+    order = sorted(range(len(candidate)), key=lambda i: (parted[i] is None, reference[i] is not None))[:SHOWN_SAMPLES]
     return {
-        "prompts": len(pairs),
-        "exact_match": sum(position is None for position in divergences) / len(pairs),
-        "token_agreement": sum(same for same, _ in agreed) / max(1, sum(count for _, count in agreed)),
-        "first_divergence_median": float(np.median(parted)) if parted else None,
+        "prompts": len(candidate),
+        "exact_match": sum(a.tokens == b.tokens for a, b in pairs) / len(pairs) if pairs else None,
+        "token_agreement": sum(same for same, _ in agreed) / max(1, sum(count for _, count in agreed)) if pairs else None,
+        "first_divergence_median": float(np.median(divergences)) if pairs and divergences else None,
         "reference_nfe": theirs.tolist(),
         "candidate_nfe": ours.tolist(),
         "nfe_ratio": ratio(float(ours.sum()), float(theirs.sum())),
@@ -357,9 +372,9 @@ def summarise_runs(
             {
                 "prompt": prompts[i],
                 "answer": samples[i].answer,
-                "reference": reference[i].text,
+                "reference": None if (run := reference[i]) is None else run.text,
                 "candidate": candidate[i].text,
-                "reference_nfe": reference[i].nfe,
+                "reference_nfe": theirs.tolist()[i],
                 "candidate_nfe": candidate[i].nfe,
             }
             for i in order
@@ -367,22 +382,33 @@ def summarise_runs(
     }
 
 
-def _task(samples: Sequence[Sample], reference: Sequence[Run], candidate: Sequence[Run], seed: int) -> dict[str, Any] | None:
-    """Share of right answers of both, over the samples that carry one; None if none does."""
-    right = np.array(
-        [
-            [same_answer(run.text, sample.answer) for run in runs]
-            for sample, *runs in zip(samples, reference, candidate, strict=True)
-            if sample.answer is not None
-        ],
-        dtype=np.float64,
-    )
-    if not len(right):
+def _task(
+    samples: Sequence[Sample], reference: Sequence[Run | None], candidate: Sequence[Run], seed: int
+) -> dict[str, Any] | None:
+    """Share of right answers of both, over the samples that carry one; None if none does.
+
+    The reference's, and the difference, are None unless all its runs are known.
+    """
+    answered = [
+        (sample.answer, theirs, ours)
+        for sample, theirs, ours in zip(samples, reference, candidate, strict=True)
+        if sample.answer is not None
+    ]
+    if not answered:
         return None
-    difference = right[:, 1] - right[:, 0]
-    return {
-        "reference": float(right[:, 0].mean()),
-        "candidate": float(right[:, 1].mean()),
-        "difference": float(difference.mean()),
-        "difference_interval": list(difference_interval(difference, seed)),
+    right = np.array([same_answer(ours.text, answer) for answer, _, ours in answered], np.float64)
+    found: dict[str, Any] = {
+        "reference": None,
+        "candidate": float(right.mean()),
+        "difference": None,
+        "difference_interval": None,
     }
+    known = [same_answer(theirs.text, answer) for answer, theirs, _ in answered if theirs is not None]
+    if len(known) == len(answered):
+        difference = right - np.array(known, np.float64)
+        found |= {
+            "reference": float(np.mean(known)),
+            "difference": float(difference.mean()),
+            "difference_interval": list(difference_interval(difference, seed)),
+        }
+    return found

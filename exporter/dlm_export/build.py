@@ -191,7 +191,7 @@ def _report(
     request = job.request
     warnings = [*job.source.notes, *job.notes]
     if quantised is not None and quantised.calibration is not None:
-        is_judged = proof is not None
+        is_judged = proof is not None and proof.judgement is not None
         warnings += quantised.calibration.data.doubts(
             option="--calib", has_ranges=bool(quantised.numbers.amax), is_judged=is_judged
         )

@@ -9,17 +9,18 @@ from typing import Any
 
 from dlm_export.judging.auto import AutoOptions
 from dlm_export.judging.judge import Budgets
+from dlm_export.judging.rounds import Effort
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.tensorrt.estimate import EngineOptions
 
 
 @dataclass(frozen=True)
 class QuantiseOptions:
-    """How a quantised bundle is calibrated and judged. ``judged``: samples; ``budgets`` missed: no bundle is written."""
+    """How a quantised bundle is calibrated and judged. ``budgets`` missed: no bundle is written."""
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     budgets: Budgets = field(default_factory=Budgets)
-    judged: int = 32
+    effort: Effort = field(default_factory=Effort)
     recipe_changes: Mapping[str, Any] = field(default_factory=dict)
     calibrator: str = "own"
     auto: AutoOptions = field(default_factory=AutoOptions)

@@ -53,15 +53,14 @@ def prove(job: Job, quantised: Quantised | None, taps: Mapping[str, Tap], folder
     record: dict[str, Any] = {"parity": parity.as_dict()}
     if quantised is None:
         return Proof(parity, record)
+    if quantised.calibration is not None:
+        record["calibration"] = accuracy.statistics(quantised.numbers, quantised.calibration.provenance)
+    record["auto"] = [point.as_dict() for point in quantised.curve]
+    if not job.request.is_judged:
+        return Proof(parity, record)
     judgement, threshold = _judge(job, quantised, folder, stages)
     check_budgets(judgement, f"{output}: not written")
-    assert quantised.calibration is not None
-    record |= {
-        "judgement": judgement.as_dict(),
-        "calibration": accuracy.statistics(quantised.numbers, quantised.calibration.provenance),
-        "auto": [point.as_dict() for point in quantised.curve],
-    }
-    return Proof(parity, record, judgement, threshold)
+    return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold)
 
 
 def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
@@ -97,15 +96,18 @@ def _judge(job: Job, quantised: Quantised, folder: Path, stages: Stages) -> tupl
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
-    judging = calibration.data.judging[: options.judged]
-    fitting = calibration.data.calibration[: options.judged]
+    effort = options.effort.lasting(sum(stages.seconds.values()))
+    policy, seed = source.presets[job.preset], options.calibration.seed
+    judging = calibration.data.judging[: effort.most]
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         with stages.stage("judge", accuracy.judge_units(judging)) as advance:
-            policy = source.presets[job.preset]
-            name, seed = numbers.recipe.name, options.calibration.seed
-            judgement = accuracy.judge_source(source, bundle, judging, name, policy, seed, advance)
+            name = numbers.recipe.name
+            judgement = accuracy.judge_source(source, bundle, judging, name, policy, seed, effort, options.budgets, advance)
+        # As many samples as were worth judging.
+        fitting = calibration.data.calibration[: judgement.data["samples"]]
         with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
-            threshold = accuracy.fit_threshold(source, bundle, fitting, job.preset, seed, advance)
+            by_replay = effort.name != "full"
+            threshold = accuracy.fit_threshold(source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay)
     with stages.stage("sweep layers", len(numbers.formats)) as advance:
         denoiser = families.load(numbers.parameters, source.network)
         layers = layer_losses(denoiser, numbers, calibration.states, advance)

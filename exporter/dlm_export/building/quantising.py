@@ -72,7 +72,7 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
     # A search measures on states; a pre-quantised checkpoint brings its ranges along.
     needs_states = recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     calibration = None
-    if needs_states or request.options.check_parity:
+    if needs_states or request.is_judged:
         calibration = _make_states(job, tokenizer, workplace, stages)
     curve: list[auto.CurvePoint] = []
     if recipe is None or formats is None:
@@ -147,7 +147,7 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
         return auto.search(
             job.source,
             calibration.states,
-            calibration.data.calibration[: options.judged],
+            calibration.data.calibration[: options.effort.most],
             formats,
             job.source.presets[job.preset],
             options.budgets.max_ce_increase,

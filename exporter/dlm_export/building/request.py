@@ -49,6 +49,11 @@ class Request:
     def is_quantised(self) -> bool:
         return self.options.precision not in graph.PRECISIONS
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether what quantisation costs is to be found out."""
+        return self.is_quantised and self.options.check_parity and self.options.quantise.effort.name != "none"
+
     def base_of(self, source: Source) -> str:
         """The precision of what is not quantised: parameters, activations, cache."""
         if not self.is_quantised:

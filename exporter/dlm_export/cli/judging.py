@@ -17,6 +17,7 @@ from dlm_export.cli.options import (
     OUTPUT,
     budgets,
     cpu_engine_option,
+    effort,
     engine_option,
     json_option,
     options,
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from dlm_export.judging.judge import Judgement
     from dlm_export.judging.parity import Parity
     from dlm_export.sources import Source
+
+STOPPED = {
+    "asked": "as asked",
+    "all": "all there are to take",
+    "decided": "every budget is decided by its 95% interval",
+    "time": "as many as the rest of the work took time; --judged asks for more",
+}
 
 
 @click.command()
@@ -127,11 +135,11 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
     """What ``verify`` and ``compare`` judge by."""
-    from dlm_export.judging.accuracy import JudgingOptions
+    from dlm_export.judging.accuracy import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
     data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
-    return JudgingOptions(data, values["judged"], budgets(values), values["engine"], values["threads"])
+    return JudgingOptions(data, effort(values, VERIFY_SECONDS), budgets(values), values["engine"], values["threads"])
 
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
@@ -268,16 +276,23 @@ def print_judgement(judgement: Judgement) -> None:
         f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
         f"Jaccard of the committed sets {frontier['jaccard']:.3f}"
     )
-    click.echo(
-        f"Free running, {free['prompts']} prompts: {free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}, "
-        f"NFE ratio {shown(free['nfe_ratio'], '.3f')}"
-    )
+    if free["exact_match"] is None:
+        runs, equal = "Runs followed", f"{free['equal_by_induction']:.1%} equal by induction"
+    else:
+        runs, equal = "Free running", f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}"
+    click.echo(f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}")
     if (task := free["task"]) is not None:
-        click.echo(f"Answers right: {task['candidate']:.1%}, the reference {task['reference']:.1%}")
+        theirs = "unknown, it did not run freely" if task["reference"] is None else f"{task['reference']:.1%}"
+        click.echo(f"Answers right: {task['candidate']:.1%}, the reference {theirs}")
     if (floor := judgement.noise_floor) is not None:
         click.echo(
             f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
         )
+    effort = judgement.effort
+    click.echo(
+        f"Judged by {judgement.data['samples']} samples ({STOPPED[effort['stopped']]}), on canvases that the "
+        f"{effort['states_of']} met; {effort['free_runs']} runs of the reference were free"
+    )
     for budget in judgement.budgets:
         verdict = "holds" if budget["passed"] else "MISSED"
         click.echo(f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dlm_export.building.options import BuildOptions, QuantiseOptions
     from dlm_export.families.base import Overrides
     from dlm_export.judging.judge import Budgets
+    from dlm_export.judging.rounds import Effort
     from dlm_export.tensorrt.estimate import EngineOptions
 
 
@@ -66,7 +67,10 @@ set_option = click.option("--set", "changes", multiple=True, metavar="FIELD=VALU
 threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")
 
 _SAMPLE_OPTIONS = (
-    click.option("--judged", type=click.IntRange(1, 100000), default=32, show_default=True, help="Samples to judge by."),
+    click.option(
+        "--judged", type=click.IntRange(1, 100000), help="Samples to judge by.  [default: 32, or fewer by --judge default]"
+    ),
+    click.option("--free-runs", type=click.IntRange(1), help="Prompts that the reference runs freely too; full: all judged."),
     click.option("--calib-preset", help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]"),
     click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of masks, states and intervals."),
 )
@@ -80,11 +84,25 @@ _BUDGET_OPTIONS = (
     click.option("--min-task", type=click.FloatRange(0, 1), help="Budget: share of answers right, where the data has answers."),
 )
 JUDGE_OPTIONS = (
+    click.option(
+        "--judge",
+        type=click.Choice(["default", "full"]),
+        default="default",
+        show_default=True,
+        help="Effort: canvases that the bundle meets, or both loops run freely.",
+    ),
     click.option("--data", type=FILE, help="JSONL or text to judge by.  [default: the source's]"),
     *_SAMPLE_OPTIONS,
     *_BUDGET_OPTIONS,
 )
 QUANTISE_OPTIONS = (
+    click.option(
+        "--judge",
+        type=click.Choice(["default", "full", "none"]),
+        default="default",
+        show_default=True,
+        help="Effort: about as long as the rest of the build; all there is, for releases; parity only.",
+    ),
     click.option("--calib", type=FILE, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
     *_SAMPLE_OPTIONS,
     click.option("--calib-samples", type=click.IntRange(1, 100000), default=128, show_default=True, help="Prompts to run."),
@@ -285,6 +303,20 @@ def budgets(values: dict[str, Any]) -> Budgets:
     return Budgets(**{name: values[name] for name in BUDGETS})
 
 
+def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
+    """``--judge``, ``--judged`` and ``--free-runs`` as the judge takes them. UsageError for those that have no effect.
+
+    ``seconds``: that the default effort is worth, where no build says it.
+    """
+    from dlm_export.judging.rounds import Effort
+
+    if values["judge"] == "none":
+        refuse(values, (*BUDGETS, "judged", "free_runs"), "needs judging, which --judge none leaves out")
+    if values["judge"] == "full":
+        refuse(values, ("free_runs",), "has no effect with --judge full, which runs every prompt freely")
+    return Effort(values["judge"], values["judged"], values["free_runs"] or 0).lasting(seconds)
+
+
 def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe that options change."""
     fields = ("observer", "solver", "smoothing", "rotate_down", "embedding")
@@ -307,7 +339,7 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
             preset=values["calib_preset"],
         ),
         budgets=budgets(values),
-        judged=values["judged"],
+        effort=effort(values),
         recipe_changes=_recipe_changes(values),
         calibrator=values["calibrator"],
         auto=AutoOptions(formats=formats or None),

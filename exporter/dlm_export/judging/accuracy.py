@@ -16,10 +16,13 @@ import dlm_runtime
 from dlm_calibration.metrics import summarise
 from dlm_calibration.states import Sample
 from dlm_export.bundle import network_of, read_manifest
-from dlm_export.judging.judge import Budgets, Judgement, compare_masked, judge
-from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor
+from dlm_export.judging.evidence import Evidence
+from dlm_export.judging.judge import Budgets, Judgement
+from dlm_export.judging.masked import compare_masked, masked_canvases
+from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, Scorer, Seer
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, require_matplotlib, write_report
-from dlm_export.judging.threshold import Refit, refit_steps, refit_threshold
+from dlm_export.judging.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
+from dlm_export.judging.threshold import Refit, refit_by_replay, refit_steps, refit_threshold
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.outputs import TakenError, claimed_file
 from dlm_export.progress import Progress
@@ -30,9 +33,12 @@ from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
+    import torch
+
     from dlm_export.quantising import calibrate
     from dlm_export.sources import Source
 
+VERIFY_SECONDS = 60.0  # that the default effort may take where there is no build to measure it by
 _MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
 
 
@@ -52,45 +58,82 @@ def judge_source(
     name: str,
     policy: Policy,
     seed: int,
+    effort: Effort,
+    budgets: Budgets,
     on_done: Callable[[], None],
+    *,
+    device: torch.device | None = None,
+    memory_bytes: int | None = None,
 ) -> Judgement:
-    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is small."""
+    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is small.
+
+    The source is held whole only where it runs freely; otherwise it is read a layer at a time, computes on ``device`` (None:
+    the CPU), and its canvases take ``memory_bytes`` at most before they lie in a file.
+    """
     import torch
 
     from dlm_export import families
+    from dlm_export.judging.swept import SweptPredictor
     from dlm_export.judging.torch_predictor import TorchPredictor
     from dlm_export.quantising import calibrate
 
     c = source.network
-    reference = TorchPredictor(families.load(source.parameters, c), "fp32")
-    floor = None
-    if c.parameter_count() <= calibrate.LARGE:
-        floor = TorchPredictor(families.load(source.parameters, c, torch.bfloat16), "bf16")
-    return _judge(reference, BundlePredictor(bundle, name), samples, c, policy, bundle, seed, floor, on_done)
+    is_small = c.parameter_count() <= calibrate.LARGE
+
+    def runs_freely(name: str, dtype: torch.dtype) -> TorchPredictor:
+        return TorchPredictor(families.load(source.parameters, c, dtype), name)
+
+    def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
+        return SweptPredictor(families.layered(source.parameters, c, dtype, device), name, memory_bytes=memory_bytes)
+
+    make = runs_freely if effort.name == "full" else is_shown
+    free = runs_freely("fp32", torch.float32) if effort.name == "full" or effort.free_runs else None
+    return _judge(
+        free if free is not None and effort.name == "full" else is_shown("fp32", torch.float32),
+        free,
+        BundlePredictor(bundle, name),
+        samples,
+        c,
+        policy,
+        seed,
+        effort,
+        budgets,
+        make("bf16", torch.bfloat16) if is_small else None,
+        PILOT_SAMPLES if is_small else LARGE_PILOT,
+        on_done,
+    )
 
 
 def _judge(
-    reference: Predictor,
+    reference: Scorer,
+    free: Predictor | None,
     candidate: BundlePredictor,
     samples: Sequence[Sample],
     network: NetworkSpec,
     policy: Policy,
-    bundle: dlm_runtime.Bundle,
     seed: int,
-    floor: Predictor | None,
+    effort: Effort,
+    budgets: Budgets,
+    floor: Scorer | None,
+    pilot: int,
     on_done: Callable[[], None],
 ) -> Judgement:
-    found = judge(
+    pool = list(samples[: effort.most])
+    is_full = effort.name == "full"
+    evidence = Evidence(
         reference,
         candidate,
-        list(samples),
+        pool,
         policy=policy,
-        max_new_tokens=new_tokens(samples, policy, network),
-        decode=decoder(bundle),
+        max_new_tokens=new_tokens(pool, policy, network),
+        decode=decoder(candidate.bundle),
         seed=seed,
         noise_floor=floor,
-        on_done=on_done,
+        states_of="reference" if is_full else "candidate",
+        free=free,
+        free_runs=effort.free_runs if isinstance(reference, Seer) else None,
     )
+    found = judge_in_rounds(evidence, effort, budgets, pilot, on_done)
     return replace(found, speed=candidate.speed())
 
 
@@ -107,10 +150,10 @@ def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """What a finished bundle is judged by: which data, how many of its samples, budgets; and what runs it."""
+    """What a finished bundle is judged by: which data, how thoroughly, budgets; and what runs it."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
-    judged: int = 32
+    effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
     budgets: Budgets = field(default_factory=Budgets)
     engine: str = "onnxruntime"
     threads: int = 0
@@ -128,11 +171,19 @@ def judge_bundle(
         data = load_data(source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False)
         for doubt in data.doubts(option="--data"):
             warn(doubt)
-        samples = data.judging[: options.judged]
+        samples = data.judging[: options.effort.most]
         preset, _ = threshold_preset(source.network, source.presets, options.data.preset)
         progress.start("judge", judge_units(samples))
         result = judge_source(
-            source, bundle, samples, _title(folder, bundle), source.presets[preset], options.data.seed, progress.advance
+            source,
+            bundle,
+            samples,
+            _title(folder, bundle),
+            source.presets[preset],
+            options.data.seed,
+            options.effort,
+            options.budgets,
+            progress.advance,
         )
     return replace(result, layers=_known_layers(folder)).with_budgets(options.budgets)
 
@@ -153,15 +204,18 @@ def compare_bundles(
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
         _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
-        sides = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
+        theirs, ours = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
         data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
         for doubt in data.doubts(option="--data"):
             warn(doubt)
-        samples = data.judging[: options.judged]
+        samples = data.judging[: options.effort.most]
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.data.preset)
         progress.start("judge", judge_units(samples))
-        result = _judge(*sides, samples, c, policy, second, options.data.seed, None, progress.advance)
+        seed, effort = options.data.seed, options.effort
+        result = _judge(
+            theirs, theirs, ours, samples, c, policy, seed, effort, options.budgets, None, PILOT_SAMPLES, progress.advance
+        )
     return replace(result, layers=_known_layers(candidate)).with_budgets(options.budgets)
 
 
@@ -236,27 +290,28 @@ def fit_threshold(
     preset: str,
     seed: int,
     on_done: Callable[[], None],
+    *,
+    by_replay: bool,
+    device: torch.device | None = None,
+    memory_bytes: int | None = None,
 ) -> Refit:
-    """Whether the bundle wants another threshold than its source; on samples that are not judged by."""
+    """Whether the bundle wants another threshold than its source; on samples that are not judged by. See ``judge_source``."""
     from dlm_export import families
+    from dlm_export.judging.swept import SweptPredictor
     from dlm_export.judging.torch_predictor import TorchPredictor
 
-    c, policy = source.network, source.presets[preset]
-    return refit_threshold(
-        TorchPredictor(families.load(source.parameters, c), "fp32"),
-        BundlePredictor(bundle, "candidate"),
-        list(samples),
-        policy,
-        new_tokens(samples, policy, c),
-        decoder(bundle),
-        preset=preset,
-        seed=seed,
-        on_done=on_done,
-    )
+    c, policy, candidate = source.network, source.presets[preset], BundlePredictor(bundle, "candidate")
+    rest = list(samples), policy, new_tokens(samples, policy, c), decoder(bundle)
+    if by_replay:
+        layered = families.layered(source.parameters, c, device=device)
+        seer = SweptPredictor(layered, "fp32", memory_bytes=memory_bytes)
+        return refit_by_replay(seer, candidate, *rest, preset=preset, seed=seed, on_done=on_done)
+    reference = TorchPredictor(families.load(source.parameters, c), "fp32")
+    return refit_threshold(reference, candidate, *rest, preset=preset, seed=seed, on_done=on_done)
 
 
 def judge_units(samples: Sequence[Sample]) -> int:
-    """How often ``judge_source`` calls ``on_done``."""
+    """How often ``judge_source`` calls ``on_done``, at most."""
     return 2 * len(samples)
 
 
@@ -265,11 +320,15 @@ def fit_units(samples: Sequence[Sample], policy: Policy) -> int:
     return refit_steps(len(samples), policy)
 
 
-def masked_loss(reference: Predictor, candidate: Predictor, samples: Sequence[Sample], policy: Policy, seed: int) -> float:
+def masked_loss(reference: Scorer, candidate: Scorer, samples: Sequence[Sample], policy: Policy, seed: int) -> float:
     """The relative increase of masked cross-entropy alone, over all mask ratios; infinite where the reference has none."""
-    (found,) = compare_masked(
-        reference, [candidate], samples, block_length=policy.block_length, seed=seed, on_done=lambda: None
-    )
+    limit = min(reference.max_canvas_length, candidate.max_canvas_length)
+    canvases = [
+        seen
+        for number, sample in enumerate(samples)
+        for seen in masked_canvases(sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed)
+    ]
+    (found,) = compare_masked(reference, [candidate], canvases)
     increase = summarise(found.rows, found.sample, len(samples), seed)["ce_increase"]
     return float("inf") if increase is None else float(increase)
 

@@ -60,6 +60,7 @@ class Entry:
             "precision": self.precision,
             "is_simulated": self.manifest["loop"]["graph"]["simulated"],
             "bytes": self.bytes,
+            "samples": j["data"]["samples"] if j else None,
             "ce_increase": j["overall"]["ce_increase"] if j else None,
             "ce_increase_interval": j["overall"]["ce_increase_interval"] if j else None,
             "top1": j["overall"]["top1"] if j else None,
@@ -117,8 +118,8 @@ def _check_figures(entry: Entry) -> None:
         pair = value if name.endswith("_interval") and value is not None else [value] * 2
         low, high = (0 if number is None else number for number in pair)
         math.fsum((low, high))  # numbers, both of them
-    if not isinstance(j["data"], dict) or not isinstance(j["policy"], dict):
-        raise TypeError("data and policy are no objects")
+    if not all(isinstance(j[name], dict) for name in ("data", "policy", "effort")):
+        raise TypeError("data, policy or effort are no objects")
 
 
 def _config_sha256(entry: Entry) -> str | None:
@@ -130,13 +131,15 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
     ours, theirs = entry.judgement, other.judgement
     assert ours is not None
     assert theirs is not None
-    for name in ("data", "policy"):
-        if ours[name] != theirs[name]:
-            differing = ", ".join(key for key in ours[name] if ours[name][key] != theirs[name].get(key))
+    for name, may_differ in (("data", {"samples"}), ("policy", set()), ("effort", {"judge", "stopped", "free_runs"})):
+        differing = [key for key in ours[name] if key not in may_differ and ours[name][key] != theirs[name].get(key)]
+        if differing:
             raise ComparisonError(
-                f"{entry.folder}: judged otherwise than {other.folder} ({name}: {differing}). Build both with the same "
-                "--calib, --judged, --calib-preset and --seed."
+                f"{entry.folder}: judged otherwise than {other.folder} ({name}: {', '.join(differing)}). Build both with the "
+                "same --calib, --judge, --judged, --calib-preset and --seed."
             )
+    if ours["data"]["samples"] != theirs["data"]["samples"]:
+        return  # the first so many of the same ones: what they cost the reference differs
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
         raise ComparisonError(
@@ -167,6 +170,7 @@ def write_comparison(
             "config_sha256": _config_sha256(entries[0]),
             "rows": rows,
             "judgement": judged,
+            "samples": sorted({row["samples"] for row in rows if row["samples"] is not None}),
             "machine": machine,
             "is_simulated": any(row["is_simulated"] for row in rows),
             "is_unjudged": any(row["ce_increase"] is None and row["precision"] != "fp32" for row in rows),

@@ -273,7 +273,8 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
     """Passes a prompt took, both as histograms over the same bins."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
-    first, last = min(theirs.min(), ours.min()), max(theirs.max(), ours.max())
+    # Passes that were estimated are no whole numbers.
+    first, last = math.floor(min(theirs.min(), ours.min())), math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
     edges = np.append(edges, edges[-1] + 1) if edges[-1] <= last else edges
 

@@ -6,11 +6,11 @@ A denoiser sees one canvas a pass here, as on the device: dynamic activation ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from dlm_export.network.turns import Canvas, Turn, is_by_entropy, random_scores, start_canvas
+from dlm_export.network.turns import Canvas, Turn, Walk, is_by_entropy, random_scores, start_canvas
 from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, Policy
 from dlm_runtime.errors import DlmError, ExitCode
@@ -22,8 +22,12 @@ class JudgeError(DlmError):
     exit_code = ExitCode.WRONG_INPUT
 
 
-class Predictor(Protocol):
-    """One side of the comparison: a denoiser with its loop."""
+View: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""A canvas ``[L]``, and the positions ``[P]`` whose predictions are asked for."""
+
+
+class Side(Protocol):
+    """One side of a comparison, by what has to be the same on both."""
 
     name: str
     shift: int
@@ -32,20 +36,43 @@ class Predictor(Protocol):
     eos_token_ids: tuple[int, ...]
     max_canvas_length: int
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """Raw logits fp32 ``[R, V]`` of one full pass over a canvas ``[L]``: of ``rows`` ``[R]``, or of all.
+
+class Scorer(Side, Protocol):
+    """A side that says what it predicts on a canvas."""
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Raw logits fp32 ``[R, V]`` of one full pass over a canvas ``[L]``, of its ``rows`` ``[R]``.
 
         Row ``i`` predicts position ``i + shift``; masked positions stay masked.
         """
 
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """How sure this side's loop is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``."""
+
+
+class Generator(Side, Protocol):
+    """A side that writes."""
+
     def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
         """The finished canvas and the passes it took."""
+
+
+class Predictor(Scorer, Generator, Protocol):
+    """A side that runs its loop."""
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """The canvas that each pass saw, and behind them the finished one: NFE + 1 canvases."""
 
-    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """How sure this side's loop is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``."""
+
+@runtime_checkable
+class Seer(Scorer, Protocol):
+    """A side that answers for what it was shown, all of it together, and runs no loop."""
+
+    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
+        """Forget what was shown before, and take in canvases, and the passes of loops that were run elsewhere."""
+
+    def walked(self, walk: int, step: int) -> np.ndarray:
+        """Raw logits fp32 ``[R, V]`` of a pass that was shown, with the keys and values that this side would have cached."""
 
 
 class BundlePredictor:
@@ -71,7 +98,8 @@ class BundlePredictor:
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """See ``Predictor``."""
-        events = self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        events = list(self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict()))
+        self._spent += [event.result for event in events if event.result is not None]
         after = [Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events]
         return [start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
 
@@ -80,7 +108,7 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """What ``generate`` took so far, and on what; None where nothing ran, or where a CPU simulated the formats."""
+        """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated the formats."""
         seconds, passes = sum(done.timings["total"] for done in self._spent), sum(done.nfe for done in self._spent)
         is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.engine.startswith("onnxruntime")
         if is_simulated or not passes:
@@ -105,7 +133,7 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     return surer
 
 
-def check_comparable(reference: Predictor, candidate: Predictor) -> None:
+def check_comparable(reference: Side, candidate: Side) -> None:
     """Raise JudgeError unless both read the same canvases and predict the same tokens."""
     for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
@@ -116,17 +144,28 @@ def check_comparable(reference: Predictor, candidate: Predictor) -> None:
             )
 
 
-def finite_logits(predictor: Predictor, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``, the mask token's -inf: it is never predicted.
 
-    Position 0 of a shifted denoiser takes row 0, as in the loop. Raises JudgeError for NaN and infinite values.
+    Raises JudgeError for NaN and infinite values.
     """
-    logits = np.array(predictor.logits(canvas, np.maximum(positions - predictor.shift, 0)), np.float32)
+    return finite(predictor, predictor.logits(canvas, rows_of(positions, predictor.shift)))
+
+
+def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
+    """The rows ``[P]`` that predict ``positions`` ``[P]``; position 0 of a shifted denoiser takes row 0, as in the loop."""
+    rows: np.ndarray = np.maximum(positions - shift, 0)
+    return rows
+
+
+def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
+    """A copy of logits fp32 ``[P, V]``, the mask token's -inf. Raises JudgeError for NaN and infinite values."""
+    logits = np.array(found, np.float32)
     logits[:, predictor.mask_token_id] = 0
     bad = int((~np.isfinite(logits)).any(-1).sum())
     if bad:
         raise JudgeError(
-            f"{predictor.name}: NaN or infinite logits at {bad} of {len(positions)} masked positions of a canvas. "
+            f"{predictor.name}: NaN or infinite logits at {bad} of {len(logits)} masked positions of a canvas. "
             "Its number format does not hold this denoiser's activations."
         )
     logits[:, predictor.mask_token_id] = -np.inf

@@ -1,7 +1,8 @@
 """The commit threshold fitted again: quantisation shifts confidence, and a threshold chosen for the reference misses it.
 
-A preset's threshold is changed only where samples show that another is better, by paired bootstrap intervals; what they cannot
-show leaves it as it was.
+A preset's threshold is changed only where samples show that another is better, by paired bootstrap intervals; what they
+cannot show leaves it as it was. Thresholds are tried by real generations of both sides, or by a replay of the candidate's
+runs under the preset (``replay``), and what that finds is then confirmed by generations of the candidate.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy as np
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.states import MASK_RATIOS, Sample
-from dlm_export.judging.judge import prompt_of
-from dlm_export.judging.predictors import JudgeError, Predictor, check_comparable
+from dlm_export.judging.frontier import meet_within, prompt_of
+from dlm_export.judging.predictors import Generator, JudgeError, Predictor, Seer, check_comparable
+from dlm_export.judging.replay import Replayed
 from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
@@ -25,6 +27,7 @@ THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99
 MARGIN = 0.05  # quality that may be lost unseen where the reference's is said to be reached: a few dozen samples show no less
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
+Way = Literal["generations", "replay"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class Refit:
     """The threshold at which a candidate gives its reference's quality back, with the figures that this rests on.
 
     ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to the reference's at one token a pass).
-    ``difference`` is the quality at ``refitted`` less the reference's, ``interval`` its 95% interval, paired over ``samples``.
-    ``reached``: the interval leaves out a loss of more than ``MARGIN``. ``verdict`` says what became of the preset's threshold:
+    ``difference`` is the quality at ``refitted`` less the reference's, ``interval`` its 95% interval, paired over
+    ``samples``. ``reached``: the interval leaves out a loss of more than ``MARGIN``. ``found_by``: how thresholds were tried;
+    a ``replay`` that changes one was confirmed, and ``original`` and ``refitted`` are then of generations. ``verdict`` says
+    what became of the preset's threshold:
 
     ========= ===========================================================================================================
     kept      nothing shows that another is better
@@ -67,6 +72,7 @@ class Refit:
     samples: int
     difference: float
     interval: tuple[float, float]
+    found_by: Way = "generations"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest and accuracy.json have them."""
@@ -79,8 +85,18 @@ class Refit:
             "samples": self.samples,
             "difference": self.difference,
             "interval": list(self.interval),
+            "found_by": self.found_by,
         }
         return {"preset": self.preset, **points, **rest}
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise RequestError unless the policy has a threshold."""
+    if policy.commit not in ("threshold", "dynamic"):
+        raise RequestError(
+            f"a policy that commits by {policy.commit!r} has no threshold to fit: take one that commits by 'threshold' or "
+            "'dynamic', such as the preset fast-dllm"
+        )
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
@@ -103,8 +119,8 @@ class _Trial:
 
 
 def refit_threshold(
-    reference: Predictor,
-    candidate: Predictor,
+    reference: Generator,
+    candidate: Generator,
     samples: Sequence[Sample],
     policy: Policy,
     max_new_tokens: int,
@@ -113,6 +129,7 @@ def refit_threshold(
     *,
     preset: str | None = None,
     seed: int = 0,
+    confirm: Generator | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
     """Find out whether the candidate wants another threshold than the policy's own, and which of ``grid``.
@@ -123,23 +140,20 @@ def refit_threshold(
     is, if that is told to be better than the policy's. One that is told to take more passes gets the lowest that costs no
     quality and makes no fewer passes than the reference: those would be quality spent where the samples cannot see it.
 
-    ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples, RequestError for a policy
-    without threshold.
+    ``confirm``: the candidate itself, where both sides are replayed; a threshold that its own generations do not show to be
+    better is not taken. ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples,
+    RequestError for a policy without threshold.
     """
-    if policy.commit not in ("threshold", "dynamic"):
-        raise RequestError(
-            f"a policy that commits by {policy.commit!r} has no threshold to fit: take one that commits by 'threshold' or "
-            "'dynamic', such as the preset fast-dllm"
-        )
+    check_policy(policy)
     if not samples:
         raise JudgeError("no samples to fit the threshold on: give held-out data")
     check_comparable(reference, candidate)
     is_task = all(sample.answer is not None for sample in samples) and decode([]) is not None
-    used = samples if is_task else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
+    used = samples if is_task or confirm is not None else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
     limit = min(reference.max_canvas_length, candidate.max_canvas_length)
     asked = [prompt_of(sample, max_new_tokens, limit) for sample in used]
 
-    def run(predictor: Predictor, looped: Policy) -> list[Run]:
+    def run(predictor: Generator, looped: Policy) -> list[Run]:
         found = []
         for prompt, room in asked:
             tokens, nfe = predictor.generate(prompt, room, looped)
@@ -151,7 +165,7 @@ def refit_threshold(
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
-    def trial(predictor: Predictor, threshold: float) -> _Trial:
+    def trial(predictor: Generator, threshold: float) -> _Trial:
         runs = run(predictor, policy.with_fields({"threshold": threshold}))
         if is_task:
             quality = [
@@ -176,6 +190,9 @@ def refit_threshold(
     def is_worse(one: _Trial) -> bool:
         return difference(one, goal)[1] < 0
 
+    def is_told(one: _Trial, other: _Trial, change: Verdict) -> bool:
+        return difference(one, other)[0] > 0 if change == "raised" else _is_above(other.nfe, one.nfe, seed)
+
     def saves(threshold: float) -> bool:
         one = at(threshold)
         return not is_worse(one) and one.quality.mean() >= original.quality.mean() and one.nfe.sum() >= goal.nfe.sum()
@@ -187,12 +204,19 @@ def refit_threshold(
     elif is_worse(original):
         found = _lowest([t for t in sorted(grid) if t > policy.threshold], lambda t: not is_worse(at(t)))
         verdict = "lost"
-        if found is not None and difference(at(found), original)[0] > 0:
+        if found is not None and is_told(at(found), original, "raised"):
             chosen, verdict = at(found), "raised"
     elif _is_above(original.nfe, goal.nfe, seed):
         found = _lowest([t for t in sorted(grid) if t < policy.threshold], saves)
-        if found is not None and _is_above(original.nfe, at(found).nfe, seed):
+        if found is not None and is_told(at(found), original, "lowered"):
             chosen, verdict = at(found), "lowered"
+    if confirm is not None and verdict in ("raised", "lowered"):
+        before, after = trial(confirm, original.threshold), trial(confirm, chosen.threshold)
+        keeps = verdict == "raised" or after.quality.mean() >= before.quality.mean()
+        if keeps and is_told(after, before, verdict):
+            original, chosen = before, after
+        else:
+            chosen, verdict = original, "kept"
     interval = difference(chosen, goal)
     return Refit(
         preset=preset,
@@ -206,7 +230,38 @@ def refit_threshold(
         samples=len(used),
         difference=float((chosen.quality - goal.quality).mean()),
         interval=interval,
+        found_by="generations" if confirm is None else "replay",
     )
+
+
+def refit_by_replay(
+    reference: Seer,
+    candidate: Predictor,
+    samples: Sequence[Sample],
+    policy: Policy,
+    max_new_tokens: int,
+    decode: Decode,
+    *,
+    preset: str | None = None,
+    seed: int = 0,
+    on_done: Callable[[], None] = lambda: None,
+) -> Refit:
+    """``refit_threshold`` from one set of runs: the candidate's under the preset, and what both sides predict on their
+    canvases.
+
+    Takes as many of the samples as make no more passes in all than judging makes for its masked positions. ``on_done`` is
+    called once a run. Raises JudgeError, RequestError.
+    """
+    check_policy(policy)
+    check_comparable(reference, candidate)
+    limit, passes = min(reference.max_canvas_length, candidate.max_canvas_length), len(samples) * len(MASK_RATIOS)
+    runs = meet_within(candidate, list(enumerate(samples)), policy, max_new_tokens, limit, passes=passes)
+    reference.see([view for run in runs for view in run.views])
+    theirs, ours = (Replayed(side, runs, policy) for side in (reference, candidate))
+    for _ in runs:
+        on_done()
+    used = samples[: len(runs)]
+    return refit_threshold(theirs, ours, used, policy, max_new_tokens, decode, preset=preset, seed=seed, confirm=candidate)
 
 
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:

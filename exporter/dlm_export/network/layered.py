@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Block, RMSNorm, Rotary, Turn, check_built, visible_keys
+from dlm_export.network.denoiser import Block, Past, RMSNorm, Rotary, Turn, check_built, visible_keys
 from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
@@ -95,14 +95,20 @@ class Layered:
             block = Block(c.layers[i], c.hidden_size, is_plain=False)
         return self._filled(block, f"blocks.{i}.")
 
-    def beside(self, i: int, batch: Batch) -> tuple[Turn | None, Tensor | None, None]:
-        """What goes into layer ``i`` beside a batch's states: what turns heads, which keys are seen, and no cache."""
-        positions = torch.arange(batch.ids.shape[1], device=self.device).expand_as(batch.ids)
-        is_visible = visible_keys(self.network.layers[i].attention.visible_block, positions, 0)
+    def beside(
+        self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
+    ) -> tuple[Turn | None, Tensor | None, Past | None]:
+        """What goes into layer ``i`` beside the states of ``ids`` ``[B, T]``, the first of which stands at position ``first``.
+
+        What turns heads, which keys are seen, and ``past``: cached keys and values of other positions.
+        """
+        positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
+        cached = 0 if past is None else past[0].shape[2]
+        is_visible = visible_keys(self.network.layers[i].attention.visible_block, positions, cached)
         number = self._turned_by[i]
         if number is None:
-            return None, is_visible, None
-        return (self._rotary[number].cos, self._rotary[number].sin, positions), is_visible, None
+            return None, is_visible, past
+        return (self._rotary[number].cos, self._rotary[number].sin, positions), is_visible, past
 
     def final_norm(self) -> RMSNorm:
         """The norm behind the last layer."""
@@ -170,7 +176,7 @@ class Carried:
         """Every batch through layer ``i``; ``keep``: what comes out is carried on, otherwise only looked at."""
         for batch in self.batches:
             self.now = batch
-            out, _ = block(self.read(batch), *self.layered.beside(i, batch))
+            out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids))
             if keep:
                 self.states[batch.rows] = out.flatten(0, 1).cpu()
 

@@ -17,11 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import Canvas, Turn, choose_in, is_by_entropy, random_scores, start_canvas, turns
+from dlm_export.network.denoiser import Denoiser, Past
+from dlm_export.network.turns import (
+    Canvas,
+    Span,
+    Spans,
+    Turn,
+    choose_in,
+    end_early,
+    is_by_entropy,
+    random_scores,
+    start_canvas,
+    turns,
+)
 from dlm_runtime.policy import Policy
-
-Past = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,18 @@ def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
     return found.double().cpu().numpy()
 
 
+def outside(past: Past, span: Span) -> Past:
+    """The cached keys and values of the rows that a pass does not compute."""
+    (keys, values), first, last = past, span.first, span.last
+    return torch.cat((keys[:, :, :first], keys[:, :, last:]), 2), torch.cat((values[:, :, :first], values[:, :, last:]), 2)
+
+
+def store(past: Past, new: Past, span: Span) -> None:
+    """Put a pass's keys and values in place of those that are cached for its rows."""
+    for kept, row in zip(past, new, strict=True):
+        kept[:, :, span.first : span.last] = row
+
+
 class _Run:
     """One request: a canvas, its keys and values, and what is undecided."""
 
@@ -54,41 +75,28 @@ class _Run:
         self.device = denoiser.embed.weight.device
         self.canvas = canvas.to(self.device)
         self.policy = policy
-        self.cache: Past = []
-        self.before = 0  # start of the block decided before
+        self.spans = Spans(policy, len(canvas))
+        self.cache: list[Past] = []
 
-    def features(self, start: int, end: int, is_opening: bool) -> tuple[Tensor, int]:
-        """Final features of the pass that this step makes, and the position of its first row.
-
-        A block's opening pass stores its keys and values. It runs the whole canvas, or with ``refresh`` from the second
-        block on the rows from that many tokens before the block, and at least those that have been decided since they
-        were stored.
-        """
-        length, refresh = len(self.canvas), self.policy.refresh
-        policy_cache = "none" if is_opening and not (refresh and self.cache) else self.policy.cache
-        if is_opening and refresh:
-            self.before, start = start, max(0, min(start - refresh, self.before))
-        first, last = {"none": (0, length), "prefix": (start, length), "dual": (start, end)}[policy_cache]
-        past = None
-        if (first, last) != (0, length):
-            past = [
-                (torch.cat((k[:, :, :first], k[:, :, last:]), 2), torch.cat((v[:, :, :first], v[:, :, last:]), 2))
-                for k, v in self.cache
-            ]
-        positions = torch.arange(first, last, device=self.device).unsqueeze(0)
-        hidden, present = self.denoiser.hidden(self.canvas[first:last].unsqueeze(0), positions, past)
-        if is_opening:
-            for kept, new in zip(self.cache, present, strict=False):
-                kept[0][:, :, first:last], kept[1][:, :, first:last] = new
+    def features(self, span: Span) -> Tensor:
+        """Final features ``[T, hidden]`` of a pass over the rows of ``span``."""
+        is_whole = (span.first, span.last) == (0, len(self.canvas))
+        past = None if is_whole else [outside(kept, span) for kept in self.cache]
+        positions = torch.arange(span.first, span.last, device=self.device).unsqueeze(0)
+        hidden, present = self.denoiser.hidden(self.canvas[span.first : span.last].unsqueeze(0), positions, past)
+        if span.is_stored:
             self.cache = self.cache or present
-        return hidden[0], first
+            for kept, new in zip(self.cache, present, strict=True):
+                store(kept, new, span)
+        return hidden[0]
 
     def take(self, turn: Turn) -> np.ndarray:
         """Make a turn's pass and its commit. Returns the committed positions, int64."""
         c = self.network
-        hidden, first = self.features(turn.start, turn.end, is_opening=turn.step == 0)
+        span = self.spans.of(turn)
+        hidden = self.features(span)
         positions = torch.from_numpy(turn.positions).to(self.device)
-        rows = (positions - c.shift).clamp(min=0) - first
+        rows = (positions - c.shift).clamp(min=0) - span.first
         logits = self.denoiser.project(hidden[rows]).float()
         logits[:, c.mask_token_id] = -torch.inf
         chosen = choose_in(turn, scores(turn, logits, self.policy), self.policy)
@@ -131,10 +139,8 @@ def fill(
         nfe += 1
         if on_step is not None:
             on_step(Canvas(run.canvas.cpu().numpy().copy(), undecided.copy()))
-        if policy.stop != "eos" or undecided[turn.start : turn.end].any():
-            continue
-        new = turn.start + np.flatnonzero(canvas.undecided[turn.start : turn.end])
-        if np.isin(run.canvas.cpu().numpy()[new], c.eos_token_ids).any():
-            run.canvas[torch.from_numpy(undecided).to(run.device)] = c.eos_token_ids[0]
-            undecided[:] = False
+        if undecided.any():
+            tokens = run.canvas.cpu().numpy()
+            end_early(tokens, undecided, canvas.undecided, turn, policy, c.eos_token_ids)
+            run.canvas = torch.from_numpy(tokens).to(run.device)
     return Reference(run.canvas.tolist(), nfe)

@@ -78,6 +78,70 @@ def turns(undecided: np.ndarray, policy: Policy, shift: int, steps: int = 0) -> 
             step, passes = step + 1, passes + 1
 
 
+@dataclass(frozen=True)
+class Span:
+    """The rows ``[first, last)`` of a canvas that a pass computes; it takes the keys and values of all others from the cache.
+
+    ``is_stored``: the cache takes the pass's own.
+    """
+
+    first: int
+    last: int
+    is_stored: bool
+
+
+class Spans:
+    """Which rows the passes of one request compute, turn by turn.
+
+    A block's opening pass runs the whole canvas, or with ``refresh`` from the second block on the rows from that many tokens
+    before the block, and at least those that have been decided since they were stored.
+    """
+
+    def __init__(self, policy: Policy, length: int) -> None:
+        self._policy, self._length = policy, length
+        self._before: int | None = None  # start of the block decided before
+
+    def of(self, turn: Turn) -> Span:
+        """The rows of a turn's pass; to be asked once a turn, in their order."""
+        policy, start, is_opening = self._policy, turn.start, turn.step == 0
+        is_whole = is_opening and not (policy.refresh and self._before is not None)
+        if is_opening:
+            if not is_whole:
+                assert self._before is not None
+                start = max(0, min(turn.start - policy.refresh, self._before))
+            self._before = turn.start
+        cache = "none" if is_whole else policy.cache
+        first, last = {"none": (0, self._length), "prefix": (start, self._length), "dual": (start, turn.end)}[cache]
+        return Span(first, last, is_opening and policy.cache != "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One pass of a loop: the canvas that it meets, int64 ``[L]``, the rows it computes, and those that are scored ``[R]``."""
+
+    canvas: np.ndarray
+    span: Span
+    rows: np.ndarray
+
+
+Walk = Sequence[Step]
+"""A loop's passes, in their order."""
+
+
+def end_early(
+    tokens: np.ndarray, undecided: np.ndarray, wanted: np.ndarray, turn: Turn, policy: Policy, eos_token_ids: Sequence[int]
+) -> None:
+    """Fill what is undecided with the end token, if a turn has finished a block that holds one among its ``wanted`` positions.
+
+    All ``[L]``, behind the turn's commit; nothing is done where the policy does not stop by end tokens.
+    """
+    if policy.stop != "eos" or undecided[turn.start : turn.end].any():
+        return
+    if np.isin(tokens[turn.start : turn.end][wanted[turn.start : turn.end]], eos_token_ids).any():
+        tokens[undecided] = eos_token_ids[0]
+        undecided[:] = False
+
+
 def transfer_counts(masked: int, steps: int) -> list[int]:
     """Split ``masked`` positions over ``steps`` as evenly as integers allow, larger counts first.
 

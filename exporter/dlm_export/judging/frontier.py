@@ -1,0 +1,148 @@
+"""The canvases that a loop met: what each denoiser would commit there, and what follows for runs that nobody made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlm_calibration.metrics import Commitment
+from dlm_calibration.states import Sample
+from dlm_export.judging.predictors import JudgeError, Predictor, Scorer, Seer, View, finite, finite_logits, rows_of
+from dlm_export.network.turns import Canvas, Spans, Step, Turn, Walk, choose_in, end_early, turns
+from dlm_runtime import Policy
+
+Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
+"""``Scorer.scores``."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrontierState:
+    """A canvas that a loop met before one of its passes, int64 ``[L]``, and what it does with it.
+
+    ``mask_ratio`` is the undecided share of the positions from the first one on that the request wants filled.
+    """
+
+    canvas: np.ndarray
+    turn: Turn
+    mask_ratio: float
+
+
+def frontier_states(canvases: Sequence[Canvas], policy: Policy, shift: int) -> Iterator[FrontierState]:
+    """What the loop decides at each of the canvases that its passes saw, in their order."""
+    if not canvases:
+        return
+    undecided = canvases[0].undecided.copy()
+    origin = int(undecided.argmax())
+    ahead = turns(undecided, policy, shift)
+    for canvas in canvases:
+        undecided[:] = canvas.undecided
+        yield FrontierState(canvas.tokens, next(ahead), float(undecided[origin:].mean()))
+
+
+def predict_commitment(predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores) -> Commitment:
+    """What a denoiser would commit here, from a full pass: what a cache would have kept from earlier passes is left out.
+
+    ``scores`` of one side's loop serve both, so that thresholds compare with values that were computed the same way.
+    """
+    logits = finite_logits(predictor, state.canvas, state.turn.positions)
+    return Commitment(logits, logits.argmax(-1), choose_in(state.turn, scores(state.turn, logits, policy), policy))
+
+
+def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
+    """A sample's prompt and how many tokens to write behind it; plain text is continued from its middle."""
+    start = sample.prompt_length or max(1, len(sample.tokens) // 2)
+    return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
+
+
+def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tuple[list[int], int]:
+    """``prompt_of`` for the sample of that number. Raises JudgeError if its prompt leaves no room."""
+    prompt, room = prompt_of(sample, max_new_tokens, limit)
+    if room < 1:
+        raise JudgeError(f"sample {number + 1}: its prompt of {len(prompt)} tokens fills the canvas: leave it out")
+    return prompt, room
+
+
+@dataclass(frozen=True, eq=False)
+class Met:
+    """A run that a side made: its prompt, the canvas that each pass met and the finished one, and what its loop did there."""
+
+    number: int
+    prompt: list[int]
+    room: int
+    canvases: list[Canvas]
+    states: list[FrontierState] = field(repr=False)
+
+    @property
+    def nfe(self) -> int:
+        return len(self.states)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The finished canvas."""
+        found: list[int] = self.canvases[-1].tokens.tolist()
+        return found
+
+    @property
+    def views(self) -> list[View]:
+        """What predictions at its frontier need."""
+        return [(state.canvas, state.turn.positions) for state in self.states]
+
+    def walk(self, policy: Policy, shift: int) -> Walk:
+        """Its passes, for a ``Seer`` to take again."""
+        spans = Spans(policy, len(self.canvases[0].tokens))
+        return [Step(state.canvas, spans.of(state.turn), rows_of(state.turn.positions, shift)) for state in self.states]
+
+
+def meet(predictor: Predictor, sample: Sample, number: int, policy: Policy, max_new_tokens: int, limit: int) -> Met:
+    """Run a side's loop from a sample's prompt. Raises JudgeError if that fills the canvas."""
+    prompt, room = asked_of(sample, number, max_new_tokens, limit)
+    canvases = predictor.states(prompt, room, policy)
+    return Met(number, prompt, room, canvases, list(frontier_states(canvases[:-1], policy, predictor.shift)))
+
+
+def meet_within(
+    predictor: Predictor,
+    samples: Sequence[tuple[int, Sample]],
+    policy: Policy,
+    max_new_tokens: int,
+    limit: int,
+    *,
+    passes: int,
+    least: int = 1,
+) -> list[Met]:
+    """Runs of the first samples (with their numbers), as many as ``passes`` in all allow, ``least`` of them whatever they
+    take."""
+    runs: list[Met] = []
+    for number, sample in samples:
+        if len(runs) >= least and sum(run.nfe for run in runs) + runs[-1].nfe > passes:
+            break
+        runs.append(meet(predictor, sample, number, policy, max_new_tokens, limit))
+    return runs
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A run of one side as another sees it, pass by pass.
+
+    ``is_equal``: it would have committed the same at every pass, and so, by induction, have written the same in as many passes.
+    ``nfe``: the passes that it would have taken; where the runs part an estimate, of the candidate's commits at its own rate.
+    """
+
+    is_equal: bool
+    nfe: float
+
+
+def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
+    """What a side that was shown a run would have committed at each of its passes, with caches of its own."""
+    is_equal, nfe = True, 0.0
+    for step, (state, before, after) in enumerate(zip(run.states, run.canvases, run.canvases[1:], strict=False)):
+        turn, logits = state.turn, finite(seer, seer.walked(walk, step))
+        chosen = turn.positions[is_chosen := choose_in(turn, seer.scores(turn, logits, policy), policy)]
+        tokens, undecided = before.tokens.copy(), before.undecided.copy()
+        tokens[chosen], undecided[chosen] = logits.argmax(-1)[is_chosen], False
+        end_early(tokens, undecided, run.canvases[0].undecided, turn, policy, seer.eos_token_ids)
+        is_equal &= np.array_equal(undecided, after.undecided) and np.array_equal(tokens[~undecided], after.tokens[~undecided])
+        nfe += int((~after.undecided[turn.positions]).sum()) / len(chosen)
+    return Followed(is_equal, float(run.nfe) if is_equal else nfe)

@@ -1,0 +1,77 @@
+"""A loop simulated from what a denoiser predicts on canvases that were met under one threshold, to see what others would do.
+
+For every undecided position of a block the prediction is that of the recorded canvas, among those on which it was still
+undecided, whose count of decided positions in that block is nearest. At the recorded threshold these are the run's own
+canvases. At another one the loop would have met other canvases: how its own commits change later predictions is not seen, nor
+what a cache would have kept. A block that the recorded run did not reach takes what stands there when it ended, in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlm_export.judging.frontier import Met
+from dlm_export.judging.predictors import Scorer, finite_logits
+from dlm_export.network.turns import Turn, choose_in, end_early, start_canvas, turns
+from dlm_runtime import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """What a side predicts on a canvas, at its block's undecided positions ``[M]``: tokens and scores, ascending."""
+
+    turn: Turn
+    guess: np.ndarray
+    score: np.ndarray
+
+
+class Replayed:
+    """A side whose loop is simulated on the canvases of recorded runs; it answers for their prompts alone."""
+
+    def __init__(self, side: Scorer, runs: Sequence[Met], policy: Policy) -> None:
+        """``policy``: of the runs; its threshold and its rule of commits may differ in what is replayed."""
+        self.name, self.shift, self.vocab_size = side.name, side.shift, side.vocab_size
+        self.mask_token_id, self.eos_token_ids = side.mask_token_id, side.eos_token_ids
+        self.max_canvas_length = side.max_canvas_length
+        self._finished = {(*run.prompt, run.room): run.canvases[-1].tokens for run in runs}
+        self._recorded: dict[tuple[int, ...], dict[int, list[Recorded]]] = {}
+        for run in runs:
+            blocks = self._recorded.setdefault((*run.prompt, run.room), {})
+            for state in run.states:
+                logits = finite_logits(side, state.canvas, state.turn.positions)
+                found = Recorded(state.turn, logits.argmax(-1), side.scores(state.turn, logits, policy))
+                blocks.setdefault(state.turn.start, []).append(found)
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        """See ``Predictor``; the run that this side's predictions give."""
+        start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
+        canvas, undecided, nfe = start.tokens.copy(), start.undecided.copy(), 0
+        key = (*tokens, max_new_tokens)
+        for turn in turns(undecided, policy, self.shift):
+            recorded = self._recorded[key].get(turn.start)
+            if recorded is None:
+                chosen, guess = np.ones(len(turn.positions), bool), self._finished[key][turn.positions]
+            else:
+                guess, score = _nearest(recorded, turn.positions)
+                chosen = choose_in(turn, score, policy)
+            committed = turn.positions[chosen]
+            canvas[committed], undecided[committed] = guess[chosen], False
+            nfe += 1
+            end_early(canvas, undecided, start.undecided, turn, policy, self.eos_token_ids)
+        return canvas.tolist(), nfe
+
+
+def _nearest(recorded: Sequence[Recorded], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and scores of ``positions`` ``[M]``, each of the canvas with the nearest count of undecided positions."""
+    guess, score = np.zeros(len(positions), np.int64), np.zeros(len(positions))
+    nearest = np.full(len(positions), np.iinfo(np.int64).max)
+    for one in recorded:
+        distance = abs(len(one.turn.positions) - len(positions))
+        places = np.searchsorted(one.turn.positions, positions).clip(max=len(one.turn.positions) - 1)
+        is_nearer = (one.turn.positions[places] == positions) & (distance < nearest)
+        guess[is_nearer], score[is_nearer] = one.guess[places[is_nearer]], one.score[places[is_nearer]]
+        nearest[is_nearer] = distance
+    return guess, score

@@ -1,0 +1,79 @@
+"""A denoiser in torch as the side of a comparison that was shown all canvases beforehand: it is read a layer at a time.
+
+What is held is a layer, the canvases' hidden states and the head as it is stored, whatever the denoiser's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_export.judging.predictors import View, rows_of
+from dlm_export.network import reference as loop
+from dlm_export.network.layered import Carried, Layered
+from dlm_export.network.turns import Turn, Walk
+from dlm_export.network.walks import Walked
+from dlm_runtime import Policy
+
+
+class SweptPredictor:
+    """A ``Seer`` in torch: every ``see`` is one sweep."""
+
+    def __init__(self, layered: Layered, name: str, *, memory_bytes: int | None = None, folder: Path | None = None) -> None:
+        """``memory_bytes`` and ``folder``: where the canvases' hidden states lie, see ``Carried``."""
+        c = layered.network
+        self.layered, self.name = layered, name
+        self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+        self._memory_bytes, self._folder = memory_bytes, folder
+        self._project = layered.head()
+        self._features: dict[tuple[bytes, bytes], Tensor] = {}
+        self._walked: list[list[Tensor]] = []
+
+    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
+        """See ``Seer``. Raises MemoryLimitError."""
+        whole = {
+            _key(step.canvas, step.rows): (walk, number)
+            for walk, steps in enumerate(walks)
+            for number, step in enumerate(steps)
+            if (step.span.first, step.span.last) == (0, len(step.canvas))
+        }
+        wanted = {_key(canvas, rows): (canvas, rows) for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)}
+        alone = {key: view for key, view in wanted.items() if key not in whole}
+        carried = Carried(
+            self.layered, [canvas for canvas, _ in alone.values()], memory_bytes=self._memory_bytes, folder=self._folder
+        )
+        walked = Walked(self.layered, walks)
+        for i in range(len(self.layered.network.layers)):
+            block = self.layered.block(i)
+            carried.through(i, block)
+            walked.through(i, block)
+        self._walked = walked.features()
+        found = carried.features([rows for _, rows in alone.values()])
+        self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
+        self._features |= dict(zip(alone, found, strict=True))
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """See ``Scorer``; only what was shown."""
+        return self._logits(self._features[_key(canvas, rows)])
+
+    def walked(self, walk: int, step: int) -> np.ndarray:
+        """See ``Seer``."""
+        return self._logits(self._walked[walk][step])
+
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """See ``Scorer``."""
+        return loop.scores(turn, torch.from_numpy(logits), policy)
+
+    @torch.no_grad()
+    def _logits(self, features: Tensor) -> np.ndarray:
+        found: np.ndarray = self._project(features).numpy()
+        return found
+
+
+def _key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
+    return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

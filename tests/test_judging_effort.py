@@ -1,0 +1,305 @@
+"""What the default effort judges by: a reference that was shown the candidate's canvases, rounds that stop, replayed thresholds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from denoisers import load
+from test_judge import EOS, POLICY, Scripted, answered, decode, fit, knows, no_text, text_sample, writer
+
+from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
+from dlm_export import families
+from dlm_export.judging import rounds
+from dlm_export.judging.evidence import Evidence, judge
+from dlm_export.judging.frontier import Met, follow, meet, meet_within
+from dlm_export.judging.judge import Budgets
+from dlm_export.judging.predictors import Seer
+from dlm_export.judging.replay import Replayed
+from dlm_export.judging.rounds import Effort, judge_in_rounds
+from dlm_export.judging.swept import SweptPredictor
+from dlm_export.judging.threshold import refit_by_replay
+from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.network.turns import Canvas, choose_in, start_canvas, turns
+from dlm_export.sources import open_source
+from dlm_runtime import PRESETS, Policy
+
+NEW = 24
+
+
+class Sides:
+    """A reference held whole, the same to be shown canvases, and a candidate with a little noise on its weights."""
+
+    def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
+        source = open_source(checkpoint)
+        self.free = TorchPredictor(load(checkpoint), "fp32")
+        self.seer = SweptPredictor(families.layered(source.parameters, source.network), "fp32")
+        denoiser = copy.deepcopy(self.free.denoiser)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in denoiser.parameters():
+                parameter += torch.randn_like(parameter) * parameter.std() * noise
+        self.candidate = TorchPredictor(denoiser, "noisy")
+
+    def samples(self, number: int, length: int = 14) -> list[Sample]:
+        rng, special = np.random.default_rng(5), (self.free.mask_token_id, *self.free.eos_token_ids)
+        tokens = [random_tokens(length, self.free.vocab_size, special, rng) for _ in range(number)]
+        return [Sample(np.append(t, self.free.eos_token_ids[0]), 6, decode(t[6:].tolist()), "a prompt") for t in tokens]
+
+
+@pytest.fixture(scope="module", params=["llada_checkpoint", "dream_checkpoint"])
+def sides(request: pytest.FixtureRequest) -> Sides:
+    return Sides(request.getfixturevalue(request.param))
+
+
+def _met(predictor: TorchPredictor, samples: Sequence[Sample], policy: Policy) -> list[Met]:
+    return [meet(predictor, sample, i, policy, NEW, predictor.max_canvas_length) for i, sample in enumerate(samples)]
+
+
+# --- A reference that is shown canvases ---
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "no cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
+    "dual cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8, "cache": "dual"},
+    "prefix cache": {"commit": "static", "steps_per_block": 4, "block_length": 8, "cache": "prefix"},
+    "refreshed cache": {"commit": "threshold", "threshold": 0.05, "block_length": 6, "cache": "dual", "refresh": 4},
+    "one block": {"commit": "timestep", "score": "entropy", "block_length": 0, "steps_per_block": 6},
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
+    """And one that is not, is not: the reference's free run meets the same canvases exactly where it is said to."""
+    policy = Policy(**LOOPS[name])
+    samples = sides.samples(6)
+    runs = _met(sides.candidate, samples[:4], policy) + _met(sides.free, samples[4:], policy)
+    sides.seer.see([], [run.walk(policy, sides.seer.shift) for run in runs])
+    found = []
+    for walk, run in enumerate(runs):
+        followed = follow(sides.seer, walk, run, policy)
+        own = sides.free.states(run.prompt, run.room, policy)
+        same = [a.tokens.tolist() for a in own] == [b.tokens.tolist() for b in run.canvases]
+        assert followed.is_equal == same
+        if same:
+            assert followed.nfe == len(own) - 1
+        found.append(same)
+    assert found[4:] == [True, True]
+    assert not all(found)
+
+
+def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) -> None:
+    sides = Sides(llada_checkpoint)
+    policy = Policy(block_length=4)
+    (sample,) = sides.samples(1)
+    first = sides.free.generate(sample.tokens[:6].tolist(), 12, policy)[0][7]
+    for one in (sides.free, sides.seer):
+        one.eos_token_ids = (first,)
+    sides.free.denoiser.network = replace(sides.free.denoiser.network, eos_token_ids=(first,))
+    (run,) = _met(sides.free, [sample], policy)
+    assert run.nfe == 4
+    sides.seer.see([], [run.walk(policy, 0)])
+    assert follow(sides.seer, 0, run, policy).is_equal
+
+
+def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> None:
+    """Canvases of one length share a batch, which changes the order of sums alone."""
+    rng = np.random.default_rng(1)
+    canvases = [rng.integers(0, sides.free.vocab_size, length) for length in (9, 14, 9, 20)]
+    views = [(canvas, np.array([0, 3, len(canvas) - 1])) for canvas in canvases]
+    assert isinstance(sides.seer, Seer)
+    sides.seer.see([*views, views[0]])
+    for canvas, positions in views:
+        rows = np.maximum(positions - sides.seer.shift, 0)
+        ours, theirs = sides.seer.logits(canvas, rows), sides.free.logits(canvas, rows)
+        assert np.abs(ours - theirs).max() <= 2e-5 * np.ptp(theirs)
+    sides.seer.see(views[:1])
+    with pytest.raises(KeyError):
+        sides.seer.logits(canvases[1], np.array([0]))
+
+
+def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_freely_where_asked(sides: Sides) -> None:
+    samples = sides.samples(3)
+    given: dict[str, Any] = {"policy": replace(POLICY, cache="dual"), "max_new_tokens": 8, "decode": decode}
+    full = judge(sides.free, sides.candidate, samples, **given)
+    evidence = Evidence(sides.seer, sides.candidate, samples, free=sides.free, free_runs=1, **given)
+    for _ in samples:
+        evidence.add(1)
+    found = evidence.judgement()
+    for ours, theirs in zip([found.overall, *found.buckets], [full.overall, *full.buckets], strict=True):
+        for name in ("positions", "top1", "top5"):
+            assert ours[name] == theirs[name]
+        for name in ("reference_ce", "candidate_ce", "kl_mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+    assert found.data == full.data
+    assert found.effort == {"states_of": "candidate", "free_runs": 1}
+    assert full.effort == {"states_of": "reference", "free_runs": 3}
+    assert found.free_running["candidate_nfe"] == full.free_running["candidate_nfe"]
+    assert found.free_running["reference_nfe"][0] == full.free_running["reference_nfe"][0]
+    everything = Evidence(sides.seer, sides.candidate, samples, free=sides.free, free_runs=3, **given)
+    everything.add(3)
+    known = everything.judgement().free_running
+    assert {name: known[name] for name in full.free_running if name != "equal_by_induction"} == {
+        name: value for name, value in full.free_running.items() if name != "equal_by_induction"
+    }
+
+
+def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
+    slow = Scripted(write=lambda tokens, new, policy: ([EOS] * new, new))
+    samples = list(enumerate([answered()] * 6))
+    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=20)) == 2
+    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1)) == 1
+    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1, least=3)) == 3
+    evidence = Evidence(Scripted(), slow, [answered((7,))] * 6, policy=POLICY, max_new_tokens=40, decode=decode)
+    evidence.add(6)
+    found = evidence.judgement()
+    masked = len(MASK_RATIOS) * 6
+    assert 0 < found.free_running["prompts"] * 40 <= masked
+    assert found.data["samples"] == 6
+
+
+# --- Rounds ---
+
+
+class Clock:
+    """A quarter of a second a sample."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+
+    def perf_counter(self) -> float:
+        return self.evidence.judged / 4
+
+
+def _in_rounds(
+    monkeypatch: pytest.MonkeyPatch, effort: Effort, budgets: Budgets, candidate: Any = None, samples: int = 40
+) -> tuple[dict[str, Any], list[int]]:
+    """The effort's record, and the samples that had been judged behind each round."""
+    pool = [text_sample(12)] * min(samples, effort.most)
+    evidence = Evidence(Scripted(), candidate or Scripted(), pool, policy=POLICY, max_new_tokens=4, decode=no_text)
+    monkeypatch.setattr(rounds, "time", Clock(evidence))
+    seen: list[int] = []
+    add = evidence.add
+    monkeypatch.setattr(evidence, "add", lambda *given: (add(*given), seen.append(evidence.judged))[0])
+    found = judge_in_rounds(evidence, effort, budgets, 4)
+    assert found.data["samples"] == seen[-1]
+    return found.effort, seen
+
+
+def test_judging_stops_when_its_time_is_spent_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    effort, judged = _in_rounds(monkeypatch, Effort(seconds=5), Budgets())
+    assert judged == [4, 20], "four a second, and four seconds were left"
+    assert (effort["judge"], effort["stopped"], effort["states_of"]) == ("default", "time", "candidate")
+    assert _in_rounds(monkeypatch, Effort(seconds=0.5), Budgets())[1] == [4]
+
+
+def test_judging_takes_32_samples_at_most_and_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), Budgets())
+    assert (judged, effort["stopped"]) == ([4, 32], "all")
+    effort, judged = _in_rounds(monkeypatch, Effort(judged=35, seconds=0), Budgets())
+    assert (judged, effort["stopped"]) == ([35], "asked")
+    assert Effort().lasting(1).seconds == rounds.LEAST_SECONDS
+    assert Effort().lasting(70).seconds == 70
+
+
+def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Scripted(knows(text_sample(12).tokens + 1, 0))
+    effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong)
+    assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
+    undecided = Budgets(max_ce_increase=0.01, min_top1=1.0)  # the same predictions: an interval of one point, the limit
+    effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
+    assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "all")
+    assert all(after <= 2 * before for before, after in pairwise(judged))
+
+
+# --- Thresholds by replay ---
+
+
+def test_a_replay_at_the_recorded_threshold_is_the_run(sides: Sides) -> None:
+    policy = Policy(commit="threshold", threshold=0.05, block_length=8)
+    runs = _met(sides.candidate, sides.samples(4), policy)
+    replayed = Replayed(sides.candidate, runs, policy)
+    for run in runs:
+        assert replayed.generate(run.prompt, run.room, policy) == (run.tokens, run.nfe)
+        passes = []
+        for threshold in (0.01, 0.05, 0.2, 0.999999):
+            tokens, nfe = replayed.generate(run.prompt, run.room, policy.with_fields({"threshold": threshold}))
+            assert tokens[: len(run.prompt)] == run.prompt
+            assert replayed.mask_token_id not in tokens
+            passes.append(nfe)
+        assert passes == sorted(passes)
+        slowest = policy.with_fields({"commit": "static"})
+        assert replayed.generate(run.prompt, run.room, slowest)[1] <= NEW
+
+
+class Sure(Scripted):
+    """Predicts 7 8 9 and the end behind its prompt, with a given confidence in the 9 and none to doubt elsewhere."""
+
+    def __init__(self, confidence: float, token: int = 9, **options: Any) -> None:
+        def logits(canvas: np.ndarray) -> np.ndarray:
+            out = np.zeros((len(canvas), self.vocab_size), np.float32)
+            out[np.arange(len(canvas)), [*canvas[:3], 7, 8, token, *[EOS] * (len(canvas) - 6)]] = 30
+            out[5, token] = np.log(confidence / (1 - confidence) * (self.vocab_size - 2))
+            return out
+
+        super().__init__(logits, **options)
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+        states = self.states(tokens, max_new_tokens, policy)
+        return states[-1].tokens.tolist(), len(states) - 1
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
+        canvases = [start_canvas(tokens, max_new_tokens, self.mask_token_id)]
+        undecided = canvases[0].undecided.copy()
+        for turn in turns(undecided, policy, self.shift):
+            logits = self.logits(canvases[-1].tokens, turn.positions)
+            chosen = choose_in(turn, self.scores(turn, logits, policy), policy)
+            after = canvases[-1].tokens.copy()
+            after[turn.positions[chosen]], undecided[turn.positions[chosen]] = logits.argmax(-1)[chosen], False
+            canvases.append(Canvas(after, undecided.copy()))
+        return canvases
+
+
+class Shown(Sure):
+    """A reference that says what it was shown."""
+
+    def see(self, views: Sequence[Any], walks: Sequence[Any] = ()) -> None:
+        self.shown = len(views)
+
+    def walked(self, walk: int, step: int) -> np.ndarray:
+        raise AssertionError("no run is followed here")
+
+
+def test_a_threshold_found_by_replay_is_confirmed_by_generations() -> None:
+    samples = [answered()] * 4
+    reference, candidate = Shown(0.97), Sure(0.8)
+    found = refit_by_replay(reference, candidate, samples, POLICY, 8, decode, preset="fast-dllm")
+    assert reference.shown == 8, "two passes a run of the candidate"
+    assert (found.verdict, found.found_by, found.quality) == ("lowered", "replay", "task")
+    assert (found.original.nfe, found.refitted.nfe, found.reference.nfe) == (2, 1, 1)
+    assert found.refitted.threshold < 0.8
+    assert found.as_dict()["found_by"] == "replay"
+
+
+def test_a_threshold_that_generations_do_not_show_to_be_better_is_not_taken() -> None:
+    hesitating, faithless = Scripted(write=writer(0.6, hesitation=3)), Scripted(write=writer(0.95, hesitation=3))
+    assert fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=hesitating).verdict == "lowered"
+    stubborn = Scripted(write=lambda tokens, new, policy: ([7, 8, 9, *[EOS] * (new - 3)], 12))
+    found = fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=stubborn)
+    assert (found.verdict, found.refitted) == ("kept", found.original), "its passes are the same at every threshold"
+    loses = fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=faithless)
+    assert loses.verdict == "lowered", "as bad at either threshold, and cheaper"
+
+
+def test_the_preset_named_for_parallel_decoding_can_be_replayed(sides: Sides) -> None:
+    samples = sides.samples(3)
+    policy = PRESETS["fast-dllm"].with_fields({"block_length": 8, "threshold": 0.05})
+    found = refit_by_replay(sides.seer, sides.free, samples, policy, 8, no_text)
+    assert (found.verdict, found.quality, found.samples) == ("kept", "agreement", 3)
+    assert found.original.nfe == found.reference.nfe
