@@ -1,4 +1,4 @@
-"""What the default effort judges by: a reference that was shown the candidate's canvases, rounds that stop, replayed thresholds."""
+"""What the default effort judges by: a reference shown the candidate's canvases, rounds that stop, thresholds by replay."""
 
 from __future__ import annotations
 

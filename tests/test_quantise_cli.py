@@ -347,3 +347,45 @@ def test_data_that_nothing_would_read_is_refused(llada_checkpoint: Path, out: Pa
     _fails(out, *options, "--precision", "int8", code=2, says=("--calib has no effect: int8 needs no data",))
     _fails(out, *options, "--precision", "fp8", code=2, says=("has no tokenizer to read text with",))
     _fails(out, *options, "--precision", "int8", "--solver", "gptq", code=2, says=("has no tokenizer to read text with",))
+
+
+def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path, out: Path) -> None:
+    result = _run("build", llada_checkpoint, "--precision", "int4-rtn", "-o", out, "--judge", "none", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["parity"]["passed"]
+    assert (printed["judgement"], printed["threshold"]) == (None, None)
+    assert not {"make states", "judge", "fit threshold"} & set(printed["stages_s"])
+    accuracy = json.loads((out / "accuracy.json").read_text())
+    assert "parity" in accuracy
+    assert "judgement" not in accuracy
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--judge", "none", "--min-top1", "0.5"), "--min-top1 needs judging, which --judge none leaves out"),
+        (("--judge", "none", "--judged", "3"), "--judged needs judging"),
+        (("--judge", "full", "--free-runs", "2"), "--free-runs has no effect with --judge full"),
+    ],
+)
+def test_efforts_refuse_what_has_no_effect(llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str) -> None:
+    _fails(out, "build", llada_checkpoint, "--precision", "int8", *options, code=2, says=(says,))
+
+
+def test_the_default_effort_says_how_much_it_judged_and_full_runs_the_reference_freely(
+    int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path
+) -> None:
+    arguments = ("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2)
+    shown = _run(*arguments)
+    assert shown.exit_code == 0, shown.output
+    assert (
+        "Judged by 2 samples (as asked), on canvases that the candidate met; 0 runs of the reference were free" in shown.stdout
+    )
+    assert int8[1]["judgement"]["effort"]["states_of"] == "candidate"
+    full = json.loads(_run(*arguments, "--judge", "full", "--json").stdout)
+    assert full["effort"] == {"judge": "full", "stopped": "asked", "states_of": "reference", "free_runs": 2}
+    free = json.loads(_run(*arguments, "--free-runs", 1, "--json").stdout)
+    assert free["effort"]["free_runs"] == 1
+    assert free["overall"]["positions"] == full["overall"]["positions"]
+    assert free["overall"]["reference_ce"] == pytest.approx(full["overall"]["reference_ce"], rel=1e-5)

@@ -90,7 +90,7 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "manifest": manifest,
         "precision": precision,
         "judgement": judgement,
-        "is_forced": bool(judgement) and judgement["effort"]["states_of"] == "candidate",
+        "is_forced": judgement is not None and judgement["effort"]["states_of"] == "candidate",
         "calibration": calibration,
         "parity": accuracy.get("parity"),
         "threshold": threshold,
