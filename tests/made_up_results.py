@@ -111,6 +111,7 @@ def made_up_accuracy() -> dict[str, Any]:
                 {"layer": n, "format": "nvfp4", "kl": 0.001 / (i + 1), "frontier_kl": 0.004 / (i + 1)}
                 for i, n in enumerate(names)
             ],
+            "layers_method": "fisher",
             "threshold": {
                 "preset": "fast-dllm",
                 "original": {"threshold": 0.9, "quality": 0.781, "nfe": 18.8},

@@ -306,6 +306,7 @@ def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None
         '{"judgement": {"layers": [7]}}',
         '{"judgement": {"layers": [{"layer": "x", "format": "int8", "kl": 0.1}]}}',
         '{"judgement": {"layers": [{"layer": "x", "format": 7, "kl": 0.1, "frontier_kl": null}]}}',
+        '{"judgement": {"layers": [], "layers_method": "guessed"}}',
     ],
 )
 def test_a_record_of_accuracy_that_no_build_wrote_is_refused(tmp_path: Path, text: str) -> None:

@@ -12,10 +12,9 @@ from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
-from dlm_export.judging import accuracy, layerwise, verify
+from dlm_export.judging import accuracy, layerwise, sensitivity, verify
 from dlm_export.judging.judge import Judgement, check_budgets
 from dlm_export.judging.parity import Parity, require_parity
-from dlm_export.judging.sensitivity import layer_losses
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
 
@@ -108,7 +107,13 @@ def _judge(job: Job, quantised: Quantised, folder: Path, stages: Stages) -> tupl
         with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
             by_replay = effort.name != "full"
             threshold = accuracy.fit_threshold(source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay)
-    with stages.stage("sweep layers", len(numbers.formats)) as advance:
-        denoiser = families.load(numbers.parameters, source.network)
-        layers = layer_losses(denoiser, numbers, calibration.states, advance)
-    return replace(judgement, layers=layers, threshold=threshold.as_dict()).with_budgets(options.budgets), threshold
+    exact = effort.name == "full"
+    with stages.stage("sweep layers", sensitivity.units(source.network, len(numbers.formats), exact=exact)) as advance:
+        (lost,) = sensitivity.losses(numbers.parameters, source.network, [numbers], calibration.states, advance, exact=exact)
+    judgement = replace(
+        judgement,
+        layers=sensitivity.as_rows(lost, numbers.formats),
+        layers_method=sensitivity.method(exact=exact),
+        threshold=threshold.as_dict(),
+    )
+    return judgement.with_budgets(options.budgets), threshold

@@ -142,8 +142,8 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
     """``--precision auto``: the cheapest recipe within the budget."""
     request, options = job.request, job.request.options.quantise
     formats = auto.formats_for(request.targets, options.auto)
-    network = job.source.network
-    with stages.stage("search", auto.units(network, formats)) as advance:
+    network, exact = job.source.network, options.effort.name == "full"
+    with stages.stage("search", auto.units(network, formats, exact=exact)) as advance:
         return auto.search(
             job.source,
             calibration.states,
@@ -153,5 +153,6 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
             options.budgets.max_ce_increase,
             options.calibration.seed,
             advance,
+            exact=exact,
             for_tensorrt=request.on_gpu,
         )

@@ -185,7 +185,7 @@ def judge_bundle(
             options.budgets,
             progress.advance,
         )
-    return replace(result, layers=_known_layers(folder)).with_budgets(options.budgets)
+    return replace(result, **_known_layers(folder)).with_budgets(options.budgets)
 
 
 def compare_bundles(
@@ -216,7 +216,7 @@ def compare_bundles(
         result = _judge(
             theirs, theirs, ours, samples, c, policy, seed, effort, options.budgets, None, PILOT_SAMPLES, progress.advance
         )
-    return replace(result, layers=_known_layers(candidate)).with_budgets(options.budgets)
+    return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
 
 
 def _check_one_source(
@@ -238,18 +238,18 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
     return f"{folder.name} ({bundle.manifest['precision']['name']})"
 
 
-def _known_layers(folder: Path) -> list[dict[str, Any]]:
-    """The sensitivity sweep that the bundle's build recorded, if it did."""
+def _known_layers(folder: Path) -> dict[str, Any]:
+    """The sensitivity sweep that the bundle's build recorded, if it did: ``layers`` and ``layers_method`` of a judgement."""
     judgement = _recorded(folder).get("judgement")
-    layers = judgement.get("layers") if isinstance(judgement, dict) else []
+    layers, method = (judgement.get("layers"), judgement.get("layers_method")) if isinstance(judgement, dict) else ([], None)
     kinds = {"layer": (str,), "format": (str,), "kl": (float, type(None)), "frontier_kl": (float, type(None))}
 
     def is_loss(row: Any) -> bool:
         return isinstance(row, dict) and all(type(row.get(key, row)) in kind for key, kind in kinds.items())
 
-    if not isinstance(layers, list) or not all(map(is_loss, layers)):
+    if not isinstance(layers, list) or not all(map(is_loss, layers)) or method not in (None, "fisher", "exact"):
         raise BundleError(f"{folder / ACCURACY_FILE}: judgement.layers is not what a build writes. Build the bundle again.")
-    return layers
+    return {"layers": layers, "layers_method": method}
 
 
 def _recorded(bundle: Path) -> dict[str, Any]:

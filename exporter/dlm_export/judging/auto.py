@@ -1,7 +1,7 @@
 """``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a budget.
 
-Every layer is quantised alone in every format and its frontier KL taken; ``sensitivity.trade_off`` orders the moves from full
-precision to the smallest assignment; the loss is then measured, with common random masks, where a bisection of that path
+``judging.sensitivity`` says what every layer alone costs at the frontier in every format; ``trade_off`` orders the moves from
+full precision to the smallest assignment; the loss is then measured, with common random masks, where a bisection of that path
 asks for it. Everything runs in torch on simulated values, so the target need not be at hand.
 """
 
@@ -17,9 +17,9 @@ from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.graph.quantise import misfit
+from dlm_export.judging import sensitivity
 from dlm_export.judging.accuracy import masked_loss
 from dlm_export.judging.judge import AccuracyError
-from dlm_export.judging.sensitivity import Sweep
 from dlm_export.judging.torch_predictor import TorchPredictor
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
@@ -55,11 +55,10 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The recipe, the curve that it was chosen from, and every layer's loss in every format."""
+    """The recipe, and the curve that it was chosen from."""
 
     recipe: Recipe
     curve: list[CurvePoint]
-    layers: list[dict[str, Any]]
 
 
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
@@ -79,9 +78,10 @@ def searched(network: NetworkSpec) -> dict[str, LinearSpec]:
     return {path: layer for path, layer in network.quantisable().items() if layer.role != "head"}
 
 
-def units(network: NetworkSpec, formats: Sequence[str]) -> int:
-    """How often ``search`` calls ``on_done``."""
-    return len(formats) * (len(network.layers) + 1 + len(searched(network))) + PROBES
+def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
+    """How often ``search`` calls ``on_done``, at most."""
+    layers = len(formats) * len(searched(network))
+    return len(formats) * (len(network.layers) + 1) + sensitivity.units(network, layers, exact=exact) + PROBES
 
 
 def search(
@@ -94,12 +94,14 @@ def search(
     seed: int,
     on_done: Callable[[], None],
     *,
+    exact: bool = False,
     for_tensorrt: bool = False,
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
-    A layer whose shape does not suit a format goes without it; ``for_tensorrt``: TensorRT takes fewer shapes. Deterministic for
-    the same arguments. Raises AccuracyError if not even the first move keeps the budget.
+    A layer whose shape does not suit a format goes without it; ``for_tensorrt``: TensorRT takes fewer shapes. ``exact``: what a
+    layer loses is measured, not estimated. Deterministic for the same arguments. Raises AccuracyError if not even the first
+    move keeps the budget.
     """
     budget = DEFAULT_BUDGET if budget is None else budget
     layers = searched(source.network)
@@ -108,19 +110,15 @@ def search(
         fitting = {path: name for path, layer in layers.items() if misfit(layer, name, for_tensorrt=for_tensorrt) is None}
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
         ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done)
-    denoiser = families.load(source.parameters, source.network)
-    sweep = Sweep(denoiser, states)
+    found = sensitivity.losses(source.parameters, source.network, list(ready.values()), states, on_done, exact=exact)
     choices: dict[str, list[Choice]] = {}
-    rows = []
     for layer, spec in layers.items():
         choices[layer] = [Choice(HIGH, 0.0, FORMATS[HIGH].weight_bytes(spec.inputs, spec.outputs))]
-        for name in formats:
-            if layer in ready[name].formats:
-                kl, frontier_kl = sweep.loss(ready[name], [layer])
-                choices[layer].append(Choice(name, frontier_kl, FORMATS[name].weight_bytes(spec.inputs, spec.outputs)))
-                rows.append({"layer": layer, "format": name, "kl": kl, "frontier_kl": frontier_kl})
-            on_done()
+        for name, lost in zip(ready, found, strict=True):
+            if layer in lost:
+                choices[layer].append(Choice(name, lost[layer][1], FORMATS[name].weight_bytes(spec.inputs, spec.outputs)))
     path = trade_off(choices)
+    denoiser = families.load(source.parameters, source.network)
     reference = TorchPredictor(families.load(source.parameters, source.network), "fp32")
 
     def measure(point: Point) -> float:
@@ -129,11 +127,11 @@ def search(
             calibrate.simulate(modules, ready[name], [layer for layer, chosen in point.formats.items() if chosen == name])
             for name in formats
         ]
-        found = masked_loss(reference, TorchPredictor(denoiser, "auto"), samples, policy, seed)
+        increase = masked_loss(reference, TorchPredictor(denoiser, "auto"), samples, policy, seed)
         for step in reversed(undo):
             step()
         on_done()
-        return found
+        return increase
 
     measured: dict[int, float] = {}
     low, high = 0, len(path) - 1  # low keeps the budget: it is full precision
@@ -154,4 +152,4 @@ def search(
         for i, point in enumerate(path)
     ]
     recipe = Recipe("auto", tuple((layer, name) for layer, name in path[low].formats.items() if name != HIGH), solver=SOLVER)
-    return Found(recipe, curve, rows)
+    return Found(recipe, curve)

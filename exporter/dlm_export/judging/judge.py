@@ -52,9 +52,9 @@ class Judgement:
     """What a candidate costs against its reference, in the sections of accuracy.json.
 
     ``effort`` says how much was run, and whose canvases the frontier's are: see ``evidence`` and ``rounds``. ``layers``
-    (``{"layer", "format", "kl", "frontier_kl"}`` each) and ``threshold`` (``Refit.as_dict``) come from elsewhere: see
-    ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) is of one run on one machine, so that it stands in the report
-    and not in accuracy.json.
+    (``{"layer", "format", "kl", "frontier_kl"}`` each, found by ``layers_method``: ``fisher`` or ``exact``) and ``threshold``
+    (``Refit.as_dict``) come from elsewhere: see ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) is of one run on
+    one machine, so that it stands in the report and not in accuracy.json.
     """
 
     reference: str
@@ -68,6 +68,7 @@ class Judgement:
     effort: dict[str, Any] = field(default_factory=dict)
     noise_floor: dict[str, Any] | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
+    layers_method: str | None = None
     threshold: dict[str, Any] | None = None
     budgets: list[dict[str, Any]] = field(default_factory=list)
     speed: dict[str, Any] | None = None

@@ -1,67 +1,279 @@
-"""Which layers a quantised denoiser's loss comes from: each quantised alone, in torch."""
+"""What single layers lose when they alone are quantised: mean KL on masked positions, and on those about to commit.
+
+The estimate finds all of them in one sweep forward and one back, a layer at a time. To second order a layer's KL is half the
+mean of ``(g . e)**2``: ``e`` is what quantising changes in its output, from the unquantised input, and ``g`` a random gradient
+whose covariance is the Fisher information of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671).
+The exact sweep runs the whole denoiser once for every layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import State
-from dlm_export.network.denoiser import Denoiser
+from dlm_export import families
+from dlm_export.network.denoiser import Denoiser, Linear
+from dlm_export.network.layered import Carried, Layered, named, room_for
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
+from dlm_export.quantising.calibrate import Quantisation
 
 SWEPT_STATES = 16
 FRONTIER = 0.9  # probability from which a masked position counts as about to commit
+DRAWS = 4
+"""Gradients carried back for each of the frontier and the other masked positions. BENCHMARKS.md has what more would bring."""
+Losses = dict[str, tuple[float, float]]
+"""Layer -> ``(kl, frontier_kl)`` in nats a position, quantised alone."""
+
+
+def swept(states: Sequence[State]) -> list[State]:
+    """The states that are run: evenly chosen among those with masked positions."""
+    masked = [state for state in states if state.mask_ratio > 0]
+    picked = np.linspace(0, len(masked) - 1, min(SWEPT_STATES, len(masked))).astype(int)
+    return [masked[i] for i in dict.fromkeys(picked.tolist())]
+
+
+def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
+    """The rows ``[R]`` whose features predict a canvas's masked positions."""
+    return (torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift).clamp(min=0)
+
+
+def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
+    """Raw logits ``[R, V]``, changed in place, as log-probabilities of the tokens that a position can take."""
+    logits[:, network.mask_token_id] = -torch.inf
+    return logits.float().log_softmax(-1)
+
+
+def is_frontier(expected: Tensor) -> Tensor:
+    """Which positions ``[R]`` are about to commit by their log-probabilities; the surest is."""
+    best = expected.exp().max(-1).values
+    return (best >= FRONTIER) | (best == best.max())
+
+
+def divergence(expected: Tensor, found: Tensor) -> Tensor:
+    """KL ``[R]`` of two tables of log-probabilities ``[R, V]``."""
+    probs = expected.exp()
+    return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
+
+
+# --- All layers from one sweep ---
+
+
+def estimate(
+    layered: Layered,
+    states: Sequence[State],
+    choices: Sequence[Quantisation],
+    on_done: Callable[[], None],
+    *,
+    memory_bytes: int | None = None,
+    folder: Path | None = None,
+) -> list[Losses]:
+    """For each of ``choices`` the losses of the layers that it quantises. ``layered`` is the folded denoiser, in fp32.
+
+    Held are a block, its quantised form in each of ``choices``, and the states' activations before every layer (those beyond
+    ``memory_bytes`` in a file of ``folder``). ``on_done`` is called twice a layer. Raises MemoryLimitError.
+    """
+    c, canvases = layered.network, [state.canvas for state in states]
+    carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
+    shape, dtype = carried.states.shape, carried.states.dtype
+    entered = room_for((len(c.layers), *shape), dtype, memory_bytes, folder)
+    for i in range(len(c.layers)):
+        entered[i] = carried.states
+        carried.through(i, layered.block(i))
+        on_done()
+    gradients = room_for((2 * DRAWS, *shape), dtype, memory_bytes, folder)
+    counts, found = _at_the_head(carried, canvases, choices, gradients)
+    for i in reversed(range(len(c.layers))):
+        for losses, squares in zip(found, _through(i, carried, entered[i], gradients, choices), strict=True):
+            for layer, square in squares.items():
+                at_frontier, elsewhere = (float(square[part].sum()) / 2 for part in _PARTS)
+                losses[layer] = (at_frontier + elsewhere) / sum(counts), at_frontier / counts[0]
+        on_done()
+    return found
+
+
+_PARTS = slice(0, DRAWS), slice(DRAWS, 2 * DRAWS)  # of the gradients: of positions at the frontier, of the others
+
+
+def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Gradients of logits ``[R, V]``, ``draws`` of them; their outer products add up to the Fisher information on average.
+
+    That of a prediction p is ``diag(p) - p p^T``: the sum over tokens j of ``b_j b_j^T``, where ``b_j = sqrt(p_j) (e_j - p)``.
+    Every token goes to one draw, with a random sign, so that only products of two tokens in one draw are left to chance. Labels
+    drawn from p instead would need hundreds of draws where p is sure.
+    """
+    signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
+    draw = torch.randint(0, draws, probs.shape, generator=generator)
+    columns = signs * probs.sqrt()
+    for number in range(draws):
+        part = torch.where(draw == number, columns, 0.0)
+        yield part - probs * part.sum(-1, keepdim=True)
+
+
+def _at_the_head(
+    carried: Carried, canvases: Sequence[np.ndarray], choices: Sequence[Quantisation], gradients: Tensor
+) -> tuple[list[int], list[Losses]]:
+    """Fills the gradients of what the last layer gives; positions at the frontier and others, and what the heads lose."""
+    layered, c = carried.layered, carried.layered.network
+    norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
+    quantised = [_quantised({"head": Linear(0, 0)}, done) for done in choices]
+    lost = [[0.0, 0.0] for _ in choices]
+    counts = [0, 0]
+    for batch in carried.batches:
+        x = carried.read(batch).requires_grad_()
+        features = norm(x)
+        pulled = torch.zeros(2 * DRAWS, *x.shape)
+        for place, number in enumerate(batch.numbers):
+            rows = predicting_rows(canvases[number], c)
+            mine = features[place, rows.to(x.device)].detach()
+            expected = log_probs(head(mine), c)
+            at_frontier = is_frontier(expected)
+            for part, chosen in zip(_PARTS, (at_frontier, ~at_frontier), strict=True):
+                draws = directions(expected[chosen].exp(), DRAWS, generator)
+                for gradient, direction in zip(pulled[part], draws, strict=True):
+                    gradient[place].index_add_(0, rows[chosen], head.pull(direction))
+            for losses, heads in zip(lost, quantised, strict=True):
+                for module in heads.values():
+                    kl = divergence(expected, log_probs(module(mine.cpu()), c))
+                    losses[0] += float(kl[at_frontier].sum())
+                    losses[1] += float(kl[~at_frontier].sum())
+            counts[0] += int(at_frontier.sum())
+            counts[1] += int((~at_frontier).sum())
+        for number, gradient in enumerate(pulled.to(x)):
+            gradients[number, batch.rows] = torch.autograd.grad(features, x, gradient, retain_graph=True)[0].flatten(0, 1).cpu()
+    found: list[Losses] = [
+        dict.fromkeys(heads, (sum(losses) / sum(counts), losses[0] / counts[0]))
+        for losses, heads in zip(lost, quantised, strict=True)
+    ]
+    return counts, found
+
+
+def _through(
+    i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
+) -> list[dict[str, Tensor]]:
+    """Carry gradients back through layer ``i``; for each of ``choices`` and its linear layers the sum over canvases of
+    ``(g . e)**2``, ``[draws]``.
+    """
+    layered, block = carried.layered, carried.layered.block(i)
+    modules = named(i, block)
+    quantised = [_quantised({path: m for path, m in modules.items() if isinstance(m, Linear)}, done) for done in choices]
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    watched = dict.fromkeys(path for mine in quantised for path in mine)
+
+    def keep(path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[path] = inputs[0], output
+
+    for path in watched:
+        modules[path].register_forward_hook(partial(keep, path))
+    squares = [{path: torch.zeros(len(gradients)) for path in mine} for mine in quantised]
+    for batch in carried.batches:
+        x = entered[batch.rows].view(*batch.ids.shape, -1).to(layered.device).requires_grad_()
+        out, _ = block(x, layered.turn(i, batch), None)
+        with torch.no_grad():
+            errors = [
+                {path: (module(seen[path][0].detach()) - seen[path][1]).flatten(1) for path, module in mine.items()}
+                for mine in quantised
+            ]
+        sources = [x, *(seen[path][1] for path in watched)]
+        for number, carried_back in enumerate(gradients):
+            gradient = carried_back[batch.rows].view(out.shape).to(out)
+            before, *inside = torch.autograd.grad(out, sources, gradient, retain_graph=True)
+            by_path = dict(zip(watched, inside, strict=True))
+            for error, square in zip(errors, squares, strict=True):
+                for path, e in error.items():
+                    square[path][number] += torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
+            # Last: the gradient of a layer that is added to what leaves the block is the one that came in, not a copy.
+            carried_back[batch.rows] = before.flatten(0, 1).cpu()
+    return squares
+
+
+def _quantised(modules: Mapping[str, Linear], done: Quantisation) -> dict[str, Linear]:
+    """The linear layers among ``modules`` that a recipe quantises, on their own and as it computes them."""
+    twins = {}
+    for path, module in modules.items():
+        if done.formats.get(path, HIGH) != HIGH:
+            twins[path] = twin = Linear(0, 0).requires_grad_(False)
+            twin.bias = module.bias
+    calibrate.simulate(twins, done, list(twins))
+    return twins
+
+
+# --- One layer at a time, through the whole denoiser ---
 
 
 class Sweep:
-    """What single layers lose when they alone are quantised: mean KL on masked positions, and on those about to commit."""
+    """What single layers lose, by running the whole denoiser with them quantised."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
-        self.denoiser = denoiser
-        self.states = [state for state in states if state.mask_ratio > 0]
-        picked = np.linspace(0, len(self.states) - 1, min(SWEPT_STATES, len(self.states))).astype(int)
-        self.states = [self.states[i] for i in dict.fromkeys(picked.tolist())]
+        self.denoiser, self.states = denoiser, swept(states)
         self.expected = [self._log_probs(state) for state in self.states]
 
     @torch.no_grad()
     def _log_probs(self, state: State) -> Tensor:
         c = self.denoiser.network
         features, _ = self.denoiser.hidden(*calibrate.batch(state))
-        masked = torch.from_numpy(np.flatnonzero(state.canvas == c.mask_token_id))
-        logits = self.denoiser.project(features[0, (masked - c.shift).clamp(min=0)]).float()
-        logits[:, c.mask_token_id] = -torch.inf
-        return logits.log_softmax(-1)
+        return log_probs(self.denoiser.project(features[0, predicting_rows(state.canvas, c)]), c)
 
-    def loss(self, done: calibrate.Quantisation, layers: Sequence[str]) -> tuple[float, float]:
+    def loss(self, done: Quantisation, layers: Sequence[str]) -> tuple[float, float]:
         """``(kl, frontier_kl)`` in nats a position with ``layers`` quantised."""
         undo = calibrate.simulate(dict(self.denoiser.named_modules()), done, layers)
         all_kl, frontier_kl = [], []
         for state, expected in zip(self.states, self.expected, strict=True):
-            found = self._log_probs(state)
-            probs = expected.exp()
-            kl = torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
-            best = probs.max(-1).values
-            is_frontier = (best >= FRONTIER) | (best == best.max())
+            kl = divergence(expected, self._log_probs(state))
             all_kl.append(kl)
-            frontier_kl.append(kl[is_frontier])
+            frontier_kl.append(kl[is_frontier(expected)])
         undo()
         return float(torch.cat(all_kl).mean()), float(torch.cat(frontier_kl).mean())
 
 
-def layer_losses(
-    denoiser: Denoiser, done: calibrate.Quantisation, states: Sequence[State], on_done: Callable[[], None]
-) -> list[dict[str, Any]]:
-    """Every quantised layer's loss alone, as the report shows it. ``denoiser`` is the folded one, in fp32."""
-    sweep = Sweep(denoiser, states)
-    rows = []
-    for layer, name in done.formats.items():
-        if name != HIGH:
-            kl, frontier_kl = sweep.loss(done, [layer])
-            rows.append({"layer": layer, "format": name, "kl": kl, "frontier_kl": frontier_kl})
-        on_done()
-    return rows
+# --- Either of them ---
+
+
+def method(*, exact: bool) -> str:
+    """What accuracy.json calls the way that losses were found."""
+    return "exact" if exact else "fisher"
+
+
+def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
+    """How often ``losses`` calls ``on_done``; ``layers``: that are quantised, in all choices together."""
+    return layers if exact else 2 * len(network.layers)
+
+
+def losses(
+    parameters: families.base.Parameters,
+    network: NetworkSpec,
+    choices: Sequence[Quantisation],
+    states: Sequence[State],
+    on_done: Callable[[], None],
+    *,
+    exact: bool,
+) -> list[Losses]:
+    """For each of ``choices``, all of the same (folded) ``parameters``, what each layer loses that it quantises."""
+    if not exact:
+        return estimate(families.layered(parameters, network), swept(states), choices, on_done)
+    sweep = Sweep(families.load(parameters, network), states)
+    found: list[Losses] = []
+    for done in choices:
+        found.append({})
+        for layer, name in done.formats.items():
+            if name != HIGH:
+                found[-1][layer] = sweep.loss(done, [layer])
+                on_done()
+    return found
+
+
+def as_rows(found: Losses, formats: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Losses as accuracy.json and the report have them, in order of the pass."""
+    return [
+        {"layer": layer, "format": name, "kl": found[layer][0], "frontier_kl": found[layer][1]}
+        for layer, name in formats.items()
+        if layer in found
+    ]

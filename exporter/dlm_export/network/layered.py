@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -117,29 +117,45 @@ class Layered:
             norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain=False)
         return self._filled(norm, "final_norm.")
 
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """What makes features ``[R, hidden]`` raw logits fp32 ``[R, V]`` on the CPU, holding the head as it is stored.
-
-        It computes in fp32, whatever the layers do, and widens a few columns at a time.
-        """
-        c = self.network
-        weight = self.read("embed.weight", None).T if c.tied_head else self.read("head.weight", None)
-
-        def project(features: Tensor) -> Tensor:
-            wide = features.to(self.device, torch.float32)
-            out = torch.empty(*features.shape[:-1], c.vocab_size)
-            for start in range(0, c.vocab_size, HEAD_COLUMNS):
-                columns = slice(start, start + HEAD_COLUMNS)
-                out[..., columns] = wide @ weight[:, columns].to(self.device).float()
-            return out
-
-        return project
+    def head(self) -> Head:
+        """The head, as it is stored."""
+        return Head(
+            self.read("embed.weight", None).T if self.network.tied_head else self.read("head.weight", None), self.device
+        )
 
     def _filled(self, module: _Module, prefix: str) -> _Module:
         state = {name: self.read(prefix + name, self.dtype).to(self.device) for name, _ in module.named_parameters()}
         module.load_state_dict(state, assign=True)
         give_back()
         return module.eval().requires_grad_(False)
+
+
+class Head:
+    """What makes features raw logits. It computes in fp32, whatever the layers do, and widens a few columns at a time."""
+
+    def __init__(self, weight: Tensor, device: torch.device) -> None:
+        """``weight``: ``[hidden, V]``."""
+        self.weight, self.device = weight, device
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Features ``[..., hidden]`` to raw logits fp32 ``[..., V]`` on the CPU."""
+        wide = features.to(self.device, torch.float32)
+        out = torch.empty(*features.shape[:-1], self.weight.shape[1])
+        for columns, weight in self._widened():
+            out[..., columns] = (wide @ weight).cpu()
+        return out
+
+    def pull(self, gradients: Tensor) -> Tensor:
+        """Gradients of logits ``[..., V]`` to those of features, fp32 ``[..., hidden]`` on the CPU."""
+        out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
+        for columns, weight in self._widened():
+            out += gradients[..., columns].to(self.device) @ weight.T
+        return out.cpu()
+
+    def _widened(self) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, self.weight.shape[1], HEAD_COLUMNS):
+            columns = slice(start, start + HEAD_COLUMNS)
+            yield columns, self.weight[:, columns].to(self.device).float()
 
 
 def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
