@@ -90,8 +90,8 @@ def build(
     ``options`` None: an fp32 bundle for the CPU. ``overrides``: what the checkpoint does not say, or not right.
 
     Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError, DeviceError, ResumeError,
-    MemoryLimitError; ParityError when the finished
-    bundle differs from torch; AccuracyError when it misses a budget; AuditError when an engine is not what was asked for.
+    MemoryLimitError; ParityError when the finished bundle differs from torch; AccuracyError when it misses a budget;
+    AuditError when an engine is not what was asked for.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
@@ -112,11 +112,13 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         raise TakenError(f"{output}: is what the bundle is built from; choose another folder")
     # An engine holds the weights once more.
     needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base, job.formats) + SMALL_FILES_BYTES)
-    with bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder:
+    with (
+        bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder,
+        work.opened(job, folder, stages) as workplace,
+    ):
         text = write_text(source.text, folder)
-        with work.opened(job, folder, stages) as workplace:
-            quantised = quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
-            written = write_graph(job, quantised, folder, stages)
+        quantised = quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
+        written = write_graph(job, quantised, folder, stages)
         manifest = _make_manifest(job, quantised, text, written.fused)
         hashed = bundle_files.finish(folder, manifest, written.hashed)
         engines = _build_engines(job, folder, manifest, hashed, stages)
@@ -126,7 +128,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             hashed = bundle_files.finish(folder, manifest, hashed)
         proof = None
         if request.options.check_parity:
-            proof = prove(job, quantised, written.taps, folder, output, stages)
+            proof = prove(job, quantised, written.taps, folder, output, workplace, stages)
             manifest = proof.applied(manifest)
             _write_proof(proof, folder, manifest, hashed)
             bundle_files.finish(folder, manifest, hashed)

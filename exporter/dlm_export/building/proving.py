@@ -17,6 +17,7 @@ from dlm_export.judging.judge import Judgement, check_budgets
 from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
+from dlm_export.workplace import Workplace
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,26 @@ class Proof:
         return {**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}}
 
 
-def prove(job: Job, quantised: Quantised | None, taps: Mapping[str, Tap], folder: Path, output: Path, stages: Stages) -> Proof:
+def prove(
+    job: Job,
+    quantised: Quantised | None,
+    taps: Mapping[str, Tap],
+    folder: Path,
+    output: Path,
+    workplace: Workplace,
+    stages: Stages,
+) -> Proof:
     """Compare the bundle in ``folder`` with torch and judge it; messages call it ``output``.
 
     ``taps``: where layers stand in its graph.
 
     Raises ParityError, AccuracyError.
     """
-    parity = _check_pass(job, folder, stages) if quantised is None else _check_layers(job, quantised, taps, folder, stages)
+    parity = (
+        _check_pass(job, folder, stages)
+        if quantised is None
+        else _check_layers(job, quantised, taps, folder, workplace, stages)
+    )
     require_parity(parity, f"{output}: not written, it differs from PyTorch")
     record: dict[str, Any] = {"parity": parity.as_dict()}
     if quantised is None:
@@ -57,7 +70,7 @@ def prove(job: Job, quantised: Quantised | None, taps: Mapping[str, Tap], folder
     record["auto"] = [point.as_dict() for point in quantised.curve]
     if not job.request.is_judged:
         return Proof(parity, record)
-    judgement, threshold = _judge(job, quantised, folder, stages)
+    judgement, threshold = _judge(job, quantised, folder, workplace, stages)
     check_budgets(judgement, f"{output}: not written")
     return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold)
 
@@ -76,7 +89,9 @@ def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
         )
 
 
-def _check_layers(job: Job, quantised: Quantised, taps: Mapping[str, Tap], folder: Path, stages: Stages) -> Parity:
+def _check_layers(
+    job: Job, quantised: Quantised, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages
+) -> Parity:
     """Quantised: layer by layer from equal inputs."""
     with stages.stage("check parity", layerwise.units(job.source.network)):
         return layerwise.check_layers(
@@ -87,10 +102,11 @@ def _check_layers(job: Job, quantised: Quantised, taps: Mapping[str, Tap], folde
             taps,
             is_simulated=job.request.on_gpu or quantised.is_simulated_on_cpu,
             on_done=stages.progress.advance,
+            workplace=workplace,
         )
 
 
-def _judge(job: Job, quantised: Quantised, folder: Path, stages: Stages) -> tuple[Judgement, Refit]:
+def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages) -> tuple[Judgement, Refit]:
     """What quantisation costs, and the threshold that makes up for it."""
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
@@ -101,15 +117,21 @@ def _judge(job: Job, quantised: Quantised, folder: Path, stages: Stages) -> tupl
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         with stages.stage("judge", accuracy.judge_units(judging)) as advance:
             name = numbers.recipe.name
-            judgement = accuracy.judge_source(source, bundle, judging, name, policy, seed, effort, options.budgets, advance)
+            judgement = accuracy.judge_source(
+                source, bundle, judging, name, policy, seed, effort, options.budgets, advance, workplace
+            )
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
             by_replay = effort.name != "full"
-            threshold = accuracy.fit_threshold(source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay)
+            threshold = accuracy.fit_threshold(
+                source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay, workplace=workplace
+            )
     exact = effort.name == "full"
     with stages.stage("sweep layers", sensitivity.units(source.network, len(numbers.formats), exact=exact)) as advance:
-        (lost,) = sensitivity.losses(numbers.parameters, source.network, [numbers], calibration.states, advance, exact=exact)
+        (lost,) = sensitivity.losses(
+            numbers.parameters, source.network, [numbers], calibration.states, advance, exact=exact, workplace=workplace
+        )
     judgement = replace(
         judgement,
         layers=sensitivity.as_rows(lost, numbers.formats),

@@ -27,7 +27,6 @@ from dlm_runtime.files import read_object
 
 KEY_FILE = "work.json"
 _MOST_BYTES = 12 << 20
-_OWN = "work"  # the folder inside an unfinished bundle, where none is kept
 
 
 class ResumeError(DlmError):
@@ -38,13 +37,13 @@ class ResumeError(DlmError):
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """The place to work in: the folder that ``--resume`` names, which stays, or one inside the unfinished bundle, which goes.
+    """The place to work in: the folder that ``--resume`` names, which stays, or one beside the unfinished bundle, which goes.
 
     Raises ResumeError for a folder of another build, MemoryLimitError.
     """
     kept = job.request.options.resume
     if kept is None:
-        folder = staged / _OWN
+        folder = staged.with_name(f"{staged.name}.work")
     else:
         with stages.stage("hash checkpoint", 1) as advance:
             _claim(kept, _key(job))
@@ -52,7 +51,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
         folder = kept
     (folder / "solved").mkdir(parents=True, exist_ok=True)
     states = None if kept is None else folder / "states.npz"
-    yield Workplace(job.request.device, activation_bytes(job), staged, folder / "solved", states)
+    yield Workplace(job.request.device, activation_bytes(job), folder, folder / "solved", states)
     if kept is None:
         shutil.rmtree(folder)
 

@@ -35,8 +35,10 @@ from dlm_runtime.policy import Policy
 if TYPE_CHECKING:
     import torch
 
+    from dlm_export.judging.swept import SweptPredictor
     from dlm_export.quantising import calibrate
     from dlm_export.sources import Source
+    from dlm_export.workplace import Workplace
 
 VERIFY_SECONDS = 60.0  # that the default effort may take where there is no build to measure it by
 _MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
@@ -61,19 +63,16 @@ def judge_source(
     effort: Effort,
     budgets: Budgets,
     on_done: Callable[[], None],
-    *,
-    device: torch.device | None = None,
-    memory_bytes: int | None = None,
+    workplace: Workplace | None = None,
 ) -> Judgement:
     """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is small.
 
-    The source is held whole only where it runs freely; otherwise it is read a layer at a time, computes on ``device`` (None:
-    the CPU), and its canvases take ``memory_bytes`` at most before they lie in a file.
+    The source is held whole only where it runs freely; otherwise it is read a layer at a time, in a ``workplace`` (None: the
+    CPU, and all of its memory).
     """
     import torch
 
     from dlm_export import families
-    from dlm_export.judging.swept import SweptPredictor
     from dlm_export.judging.torch_predictor import TorchPredictor
     from dlm_export.quantising import calibrate
 
@@ -81,10 +80,12 @@ def judge_source(
     is_small = c.parameter_count() <= calibrate.LARGE
 
     def runs_freely(name: str, dtype: torch.dtype) -> TorchPredictor:
-        return TorchPredictor(families.load(source.parameters, c, dtype), name)
+        return TorchPredictor(
+            families.load(source.parameters, c, dtype).to(None if workplace is None else workplace.device), name
+        )
 
     def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
-        return SweptPredictor(families.layered(source.parameters, c, dtype, device), name, memory_bytes=memory_bytes)
+        return shown_source(source, name, dtype, workplace)
 
     make = runs_freely if effort.name == "full" else is_shown
     free = runs_freely("fp32", torch.float32) if effort.name == "full" or effort.free_runs else None
@@ -102,6 +103,17 @@ def judge_source(
         PILOT_SAMPLES if is_small else LARGE_PILOT,
         on_done,
     )
+
+
+def shown_source(source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None) -> SweptPredictor:
+    """A source in torch that is shown its canvases, and is read a layer at a time."""
+    from dlm_export import families
+    from dlm_export.judging.swept import SweptPredictor
+    from dlm_export.workplace import Workplace
+
+    place = workplace or Workplace()
+    layered = families.layered(source.parameters, source.network, dtype, place.device)
+    return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
 def _judge(
@@ -292,19 +304,18 @@ def fit_threshold(
     on_done: Callable[[], None],
     *,
     by_replay: bool,
-    device: torch.device | None = None,
-    memory_bytes: int | None = None,
+    workplace: Workplace | None = None,
 ) -> Refit:
     """Whether the bundle wants another threshold than its source; on samples that are not judged by. See ``judge_source``."""
+    import torch
+
     from dlm_export import families
-    from dlm_export.judging.swept import SweptPredictor
     from dlm_export.judging.torch_predictor import TorchPredictor
 
     c, policy, candidate = source.network, source.presets[preset], BundlePredictor(bundle, "candidate")
     rest = list(samples), policy, new_tokens(samples, policy, c), decoder(bundle)
     if by_replay:
-        layered = families.layered(source.parameters, c, device=device)
-        seer = SweptPredictor(layered, "fp32", memory_bytes=memory_bytes)
+        seer = shown_source(source, "fp32", torch.float32, workplace)
         return refit_by_replay(seer, candidate, *rest, preset=preset, seed=seed, on_done=on_done)
     reference = TorchPredictor(families.load(source.parameters, c), "fp32")
     return refit_threshold(reference, candidate, *rest, preset=preset, seed=seed, on_done=on_done)

@@ -48,6 +48,7 @@ from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.workplace import Workplace
 
 # How far an input may be from a boundary for either code to be right: a few roundings of fp32, in which codes are found.
 _BOUNDARY = 2.0**-20
@@ -77,6 +78,7 @@ def check_layers(
     is_simulated: bool,
     on_done: Callable[[], None],
     seed: int = 0,
+    workplace: Workplace | None = None,
 ) -> Parity:
     """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask ratio.
 
@@ -88,7 +90,7 @@ def check_layers(
     for part in parts:
         show(part.model, taps)
     wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
-    beside = _Beside(done, taps, canvases)
+    beside = _Beside(done, taps, canvases, workplace or Workplace())
     passes = [
         full_pass(network, base, batch.ids.numpy(), np.stack([canvases[number].rows for number in batch.numbers]))
         for batch in beside.equal.batches
@@ -107,9 +109,9 @@ class _Beside:
     ``expected`` are the logits ``[R, V]`` of the graph's whole pass and of torch's, once the last part has run.
     """
 
-    def __init__(self, done: Quantisation, taps: Mapping[str, Tap], canvases: Sequence[Canvas]) -> None:
+    def __init__(self, done: Quantisation, taps: Mapping[str, Tap], canvases: Sequence[Canvas], workplace: Workplace) -> None:
         self.done, self.taps, self.canvases = done, taps, canvases
-        self.layered = families.layered(done.parameters, done.parameters.network)
+        self.layered = families.layered(done.parameters, done.parameters.network, device=workplace.device)
         if done.recipe.embedding is not None:
             self.layered.read = functools.partial(_read_rounded, done.recipe.embedding, self.layered.read)
         tokens = [canvas.tokens for canvas in canvases]
@@ -144,8 +146,8 @@ class _Beside:
 
     def _before(self, layer: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
         theirs = self._shown_now(shown)[self.taps[layer].input]
-        self._note_input(layer, inputs[0].numpy(), theirs)
-        return torch.from_numpy(theirs) if np.isfinite(theirs).all() else None
+        self._note_input(layer, inputs[0].cpu().numpy(), theirs)
+        return torch.from_numpy(theirs).to(inputs[0].device) if np.isfinite(theirs).all() else None
 
     def _after(self, layer: str, shown: Sequence[Values], module: Any, _: Any, output: Tensor) -> Tensor | None:
         values, tap = self._shown_now(shown), self.taps[layer]
@@ -153,9 +155,9 @@ class _Beside:
             return None
         x, theirs = values[tap.input], values[tap.output]
         if np.isfinite(x).all() and np.isfinite(theirs).all():
-            slack = _slack(self.done, layer, x, module.weight.numpy())
-            self._note_output(layer, output.numpy(), theirs, slack)
-            return torch.from_numpy(theirs)
+            slack = _slack(self.done, layer, x, module.weight.cpu().numpy())
+            self._note_output(layer, output.cpu().numpy(), theirs, slack)
+            return torch.from_numpy(theirs).to(output.device)
         self._note(layer, 0.0, float("inf"))
         return None
 

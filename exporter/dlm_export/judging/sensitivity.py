@@ -25,6 +25,7 @@ from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
 FRONTIER = 0.9  # probability from which a masked position counts as about to commit
@@ -176,7 +177,7 @@ def _through(
     squares = [{path: torch.zeros(len(gradients)) for path in mine} for mine in quantised]
     for batch in carried.batches:
         x = entered[batch.rows].view(*batch.ids.shape, -1).to(layered.device).requires_grad_()
-        out, _ = block(x, layered.turn(i, batch), None)
+        out, _ = block(x, *layered.beside(i, batch.ids))
         with torch.no_grad():
             errors = [
                 {path: (module(seen[path][0].detach()) - seen[path][1]).flatten(1) for path, module in mine.items()}
@@ -200,7 +201,7 @@ def _quantised(modules: Mapping[str, Linear], done: Quantisation) -> dict[str, L
     twins = {}
     for path, module in modules.items():
         if done.formats.get(path, HIGH) != HIGH:
-            twins[path] = twin = Linear(0, 0).requires_grad_(False)
+            twins[path] = twin = Linear(0, 0).requires_grad_(False).to(module.weight.device)
             twin.bias = module.bias
     calibrate.simulate(twins, done, list(twins))
     return twins
@@ -255,10 +256,14 @@ def losses(
     on_done: Callable[[], None],
     *,
     exact: bool,
+    workplace: Workplace | None = None,
 ) -> list[Losses]:
     """For each of ``choices``, all of the same (folded) ``parameters``, what each layer loses that it quantises."""
+    place = workplace or Workplace()
     if not exact:
-        return estimate(families.layered(parameters, network), swept(states), choices, on_done)
+        layered, most = families.layered(parameters, network, device=place.device), place.activation_bytes
+        shared = None if most is None else most // 3  # states, what enters every layer, gradients
+        return estimate(layered, swept(states), choices, on_done, memory_bytes=shared, folder=place.folder)
     sweep = Sweep(families.load(parameters, network), states)
     found: list[Losses] = []
     for done in choices:

@@ -28,11 +28,11 @@ class TorchPredictor:
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         """See ``Predictor``. Only the rows asked for pass the head, as in a graph with score_rows."""
-        ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0)
-        features = self.denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))[0][0]
+        ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0).to(self.denoiser.embed.weight.device)
+        features = self.denoiser.hidden(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))[0][0]
         if rows is not None:
-            features = features[torch.from_numpy(np.asarray(rows, np.int64))]
-        out: np.ndarray = self.denoiser.project(features).float().numpy()
+            features = features[torch.from_numpy(np.asarray(rows, np.int64)).to(ids.device)]
+        out: np.ndarray = self.denoiser.project(features).float().cpu().numpy()
         return out
 
     def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:

@@ -398,7 +398,7 @@ def simulate(modules: Mapping[str, nn.Module], done: Quantisation, layers: Itera
             continue
         linear: Any = modules[layer]
         undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
-        linear.weight.data = torch.from_numpy(done.weight(layer).dequantise())
+        linear.weight.data = torch.from_numpy(done.weight(layer).dequantise()).to(linear.weight.device)
         undo.append(linear.register_forward_pre_hook(_fake(done, chosen, layer)).remove)
     if layers is None and done.recipe.embedding is not None:
         table: Any = modules["embed"].weight
@@ -425,4 +425,9 @@ def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
 def _fake(done: Quantisation, chosen: LayerFormat, layer: str) -> Callable[..., Tensor | None]:
     if layer not in done.rotated and chosen.activations is None:
         return lambda *_: None
-    return lambda _, inputs: torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, inputs[0].numpy())))
+
+    def before(_: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        (x,) = inputs
+        return torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, x.cpu().numpy()))).to(x.device)
+
+    return before
