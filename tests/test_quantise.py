@@ -260,15 +260,20 @@ def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.flo
     return np.asarray(ReferenceEvaluator(model).run(None, {"x": x})[0])
 
 
-def test_the_nvfp4_image_equals_onnx_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, True], ids=["panels", "spelled out"])
+def test_the_nvfp4_image_equals_onnx_reference(is_shared: bool) -> None:
     K, N, rng = 64, 40, np.random.default_rng(0)
     w, x = rng.standard_t(4, (K, N)).astype(np.float32), rng.standard_t(4, (1, 7, K)).astype(np.float32)
     w[:16, 3] = 0.0
     x[0, 2, 16:32] = 0.0
     traced, amax = _matmul_graph(K, N), float(np.abs(x).max())
-    parts = quantise.rewrite(traced, {"layer": "nvfp4"}, {"layer": amax})
+    parts = quantise.rewrite(traced, {"layer": "nvfp4"}, {"layer": amax}, is_shared=is_shared)
+    assert any(node.op_type == "NVFP4Linear" for node in traced.model.graph) is not is_shared
     weight = calibrate.quantise_weight(w, "nvfp4")
     values = {name: part_of(weight, part) for name, part in parts.items()}
+    values = {
+        name: value if isinstance(value, np.ndarray) else value[(slice(0, value.shape[0]),)] for name, value in values.items()
+    }
     for name, value in traced.model.graph.initializers.items():
         if value.const_value is None:
             array = values[name].astype("uint8") if name.endswith("codes") else values[name]
