@@ -18,6 +18,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -178,9 +179,13 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
     forget(reads)
     began = time.perf_counter()
     command = [sys.executable, "-m", "dlm_export.cli", *arguments, "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    watched = Watched(process)
-    text, _ = process.communicate()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        watched = Watched(process)
+        try:
+            text, _ = process.communicate()
+        except BaseException:  # Ctrl-C, or a signal: what runs here must not outlive it
+            process.terminate()
+            raise
     seconds = time.perf_counter() - began
     row = {"step": name, "seconds": round(seconds, 2), **watched.row(), "exit": process.returncode}
     gib = {
@@ -311,7 +316,10 @@ def main() -> None:
     parser.add_argument("build_options", nargs="*", metavar="-- BUILD OPTIONS")
     arguments = parser.parse_args()
     folder = ROOT / "build" / "benchmarks" / "real-size"
-    folder.mkdir(parents=True, exist_ok=False)
+    if folder.exists():
+        raise SystemExit(f"{folder} is there, of a run that was told to --keep it: remove it first")
+    folder.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is there, as Ctrl-C does
     try:
         require_room(folder, PROBE_BYTES)
         measured = measure_machine(folder)
