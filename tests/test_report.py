@@ -229,6 +229,20 @@ def test_figures_take_their_colours_and_fonts_from_the_page(page_text: str) -> N
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("fisher", "Estimated to second order for all layers at once"),
+        ("exact", "Each layer was quantised alone in a run of the whole denoiser."),
+    ],
+)
+def test_the_report_says_how_the_layers_losses_were_found(tmp_path: Path, method: str, sentence: str) -> None:
+    accuracy = made_up_accuracy()
+    accuracy["judgement"]["layers_method"] = method
+    assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
     ("section", "sentence"),
     [
         ("judgement", "Not judged."),

@@ -141,15 +141,21 @@ def test_a_quantised_head_is_measured_exactly_and_twice_the_same(llada_checkpoin
     assert found == _losses(source, done, states)
 
 
-def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sensitivity, "SWEPT_STATES", 2)
+def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: Path) -> None:
+    """On commands without their answers: 0.968 (int8) when this was written."""
     source = open_source(DEMO_CHECKPOINT)
-    options = samples.CalibrationOptions(samples=4, states_per_sample=4)
+    options = samples.CalibrationOptions(samples=4)
     data = samples.load_data(source.network, source.path, write_text(source.text, tmp_path).tokenizer, options)
-    denoiser = families.load(source.parameters, source.network)
-    states = list(samples.calibration_states(source, denoiser, data, options, lambda: None))
+    states = []
+    for sample in data.calibration:
+        is_prompt = np.arange(len(sample.tokens)) < sample.prompt_length
+        canvas = np.where(is_prompt, sample.tokens, source.network.mask_token_id)
+        states.append(State(canvas, "random", 1.0, sample.prompt_length))
     done = _quantised(source, "int8")
+    # Half the blocks: the exact sweep takes a run for each of these 21 layers.
+    done.formats = {
+        layer: name for layer, name in done.formats.items() if layer.startswith(("blocks.0", "blocks.2", "blocks.5"))
+    }
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
-    for number in (0, 1):
-        ranks = [np.argsort(np.argsort([losses[layer][number] for layer in exact])) for losses in (found, exact)]
-        assert np.corrcoef(ranks)[0, 1] > 0.8
+    ranks = [np.argsort(np.argsort([losses[layer][0] for layer in exact])) for losses in (found, exact)]
+    assert np.corrcoef(ranks)[0, 1] > 0.85
