@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements
 _FEWEST_ROWS = 32
-_MOST_CORES = 8  # of one piece of work: a disk keeps up with no more, and each takes memory
+MOST_CORES = 8  # of one piece of work: a disk keeps up with no more, and each takes memory
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator
 
     What ``function`` raises is raised here, at its turn. It should spend its time where Python's lock is not held.
     """
-    cores = min(len(os.sched_getaffinity(0)), _MOST_CORES)
+    cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:
         yield from map(function, items)
         return

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from dlm_calibration.pieces import MOST_CORES, PIECE
+from dlm_calibration.recipes import HIGH
 from dlm_export import targets
 from dlm_export.building.request import Job
 from dlm_export.memory import resident_bytes
 from dlm_export.network.layered import BATCH_TOKENS, MemoryLimitError
-from dlm_export.network.spec import LinearSpec
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
@@ -34,27 +38,34 @@ def activation_bytes(job: Job) -> int | None:
 def needed_bytes(job: Job) -> dict[str, int]:
     """Stage, in words -> bytes that it holds at once beside the canvases' states."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
-    layers = network.linear_layers()
-    largest = max(layer.inputs * layer.outputs for layer in layers)
-    needs = {"write weights": 2 * _FP32 * max(largest, network.vocab_size * network.hidden_size)}
-    if recipe is None or formats is None or not recipe.needs_states(formats):
-        return needs
-    blocks: dict[str, list[LinearSpec]] = {}
-    for layer in layers:
-        blocks.setdefault(layer.path.rpartition(".")[0].split(".mlp")[0].split(".attention")[0], []).append(layer)
-    element = calibrate.holding_dtype(network).itemsize
-    block = max(element * sum(each.inputs * each.outputs for each in members) for members in blocks.values())
-    widest = max(max(layer.inputs, layer.outputs) for layer in layers if layer.path != "head")
+    head = _FP32 * network.vocab_size * network.hidden_size
+    blocks = [_layers_of(network, i) for i in range(len(network.layers))]
+    held = [layer for block in blocks for layer in block if (formats or {}).get(layer.path, HIGH) != HIGH]
+    widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    solving = 0
-    if recipe.solver == "gptq":
-        for members in blocks.values():
-            sites = {layer.site: layer.inputs for layer in members if formats.get(layer.path, "high") != "high"}
-            if not sites:
-                continue
-            grams = sum(_FP32 * inputs**2 for inputs in sites.values())
-            most = max(sites.values())
-            factor = 2 * most**2 * (8 if most <= gptq.EXACT else _FP32)
-            solving = max(solving, grams + factor)
-    matrices = 3 * _FP32 * max(layer.inputs * layer.outputs for layer in layers if formats.get(layer.path, "high") != "high")
-    return needs | {"calibrate": block + max(pass_bytes, matrices) + solving}
+    # The largest matrix, its codes, and what is corrected or packed of it; what is not quantised goes by in pieces.
+    matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
+    needs = {"write weights": matrices + 3 * _FP32 * PIECE * MOST_CORES}
+    largest = max(sum(layer.inputs * layer.outputs for layer in block) for block in blocks)
+    if recipe is not None and formats is not None and recipe.needs_states(formats):
+        block = calibrate.holding_dtype(network).itemsize * largest
+        solving = max(_solving_bytes(each, formats) for each in blocks) if recipe.solver == "gptq" else 0
+        needs["calibrate"] = block + max(pass_bytes, matrices) + solving
+    if job.request.options.check_parity and job.request.is_quantised:
+        # A block of torch's beside the graph's, and twice while it is quantised; then the engine packs the head.
+        needs["check parity"] = max(3 * _FP32 * largest, head + pass_bytes)
+    return needs
+
+
+def _layers_of(network: NetworkSpec, i: int) -> list[LinearSpec]:
+    return [layer for layer in network.linear_layers() if layer.path.startswith(f"blocks.{i}.")]
+
+
+def _solving_bytes(block: list[LinearSpec], formats: Mapping[str, str]) -> int:
+    """The Gram matrices of a block's inputs, and the factor of the largest."""
+    sites = {layer.site: layer.inputs for layer in block if formats.get(layer.path, HIGH) != HIGH}
+    if not sites:
+        return 0
+    most = max(sites.values())
+    factor = 2 * most**2 * (8 if most <= gptq.EXACT else _FP32)
+    return sum(_FP32 * inputs**2 for inputs in sites.values()) + factor

@@ -28,6 +28,7 @@ from dlm_export.quantising.calibrate import Quantisation
 from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
+LARGE_SWEPT = 2  # of a denoiser whose passes take seconds
 FRONTIER = 0.9  # probability from which a masked position counts as about to commit
 DRAWS = 4
 """Gradients carried back for each of the frontier and the other masked positions. BENCHMARKS.md has what more would bring."""
@@ -35,10 +36,10 @@ Losses = dict[str, tuple[float, float]]
 """Layer -> ``(kl, frontier_kl)`` in nats a position, quantised alone."""
 
 
-def swept(states: Sequence[State]) -> list[State]:
-    """The states that are run: evenly chosen among those with masked positions."""
+def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
+    """The states that are run, ``most`` of them: evenly chosen among those with masked positions."""
     masked = [state for state in states if state.mask_ratio > 0]
-    picked = np.linspace(0, len(masked) - 1, min(SWEPT_STATES, len(masked))).astype(int)
+    picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
 
 
@@ -263,7 +264,8 @@ def losses(
     if not exact:
         layered, most = families.layered(parameters, network, device=place.device), place.activation_bytes
         shared = None if most is None else most // 3  # states, what enters every layer, gradients
-        return estimate(layered, swept(states), choices, on_done, memory_bytes=shared, folder=place.folder)
+        chosen = swept(states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES)
+        return estimate(layered, chosen, choices, on_done, memory_bytes=shared, folder=place.folder)
     sweep = Sweep(families.load(parameters, network), states)
     found: list[Losses] = []
     for done in choices:
