@@ -77,7 +77,7 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
     curve: list[auto.CurvePoint] = []
     if recipe is None or formats is None:
         assert calibration is not None
-        found = _search(job, calibration, stages)
+        found = _search(job, calibration, workplace, stages)
         recipe, curve = replace(found.recipe, **options.recipe_changes), found.curve
         formats = recipe.formats(list(layers))
     scale_dtype = trace.element_type(job.base).numpy()
@@ -138,7 +138,7 @@ def _make_states(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, st
     return Calibration(data, states, provenance)
 
 
-def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
+def _search(job: Job, calibration: Calibration, workplace: Workplace, stages: Stages) -> auto.Found:
     """``--precision auto``: the cheapest recipe within the budget."""
     request, options = job.request, job.request.options.quantise
     formats = auto.formats_for(request.targets, options.auto)
@@ -155,4 +155,5 @@ def _search(job: Job, calibration: Calibration, stages: Stages) -> auto.Found:
             advance,
             exact=exact,
             for_tensorrt=request.on_gpu,
+            workplace=workplace,
         )

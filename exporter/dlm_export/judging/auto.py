@@ -25,6 +25,7 @@ from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.sources import Source
 from dlm_export.targets import Target
+from dlm_export.workplace import Workplace
 from dlm_runtime.policy import Policy
 
 DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
@@ -96,6 +97,7 @@ def search(
     *,
     exact: bool = False,
     for_tensorrt: bool = False,
+    workplace: Workplace | None = None,
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
@@ -110,7 +112,9 @@ def search(
         fitting = {path: name for path, layer in layers.items() if misfit(layer, name, for_tensorrt=for_tensorrt) is None}
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
         ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done)
-    found = sensitivity.losses(source.parameters, source.network, list(ready.values()), states, on_done, exact=exact)
+    found = sensitivity.losses(
+        source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=workplace
+    )
     choices: dict[str, list[Choice]] = {}
     for layer, spec in layers.items():
         choices[layer] = [Choice(HIGH, 0.0, FORMATS[HIGH].weight_bytes(spec.inputs, spec.outputs))]

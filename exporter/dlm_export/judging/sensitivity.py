@@ -181,7 +181,7 @@ def _through(
         out, _ = block(x, *layered.beside(i, batch.ids))
         with torch.no_grad():
             errors = [
-                {path: (module(seen[path][0].detach()) - seen[path][1]).flatten(1) for path, module in mine.items()}
+                {path: (module(seen[path][0].cpu()).to(x.device) - seen[path][1]).flatten(1) for path, module in mine.items()}
                 for mine in quantised
             ]
         sources = [x, *(seen[path][1] for path in watched)]
@@ -198,12 +198,12 @@ def _through(
 
 
 def _quantised(modules: Mapping[str, Linear], done: Quantisation) -> dict[str, Linear]:
-    """The linear layers among ``modules`` that a recipe quantises, on their own and as it computes them."""
+    """The linear layers among ``modules`` that a recipe quantises, on their own and as it computes them, on the CPU."""
     twins = {}
     for path, module in modules.items():
         if done.formats.get(path, HIGH) != HIGH:
             twins[path] = twin = Linear(0, 0).requires_grad_(False).to(module.weight.device)
-            twin.bias = module.bias
+            twin.bias = None if module.bias is None else nn.Parameter(module.bias.cpu(), requires_grad=False)
     calibrate.simulate(twins, done, list(twins))
     return twins
 
