@@ -19,22 +19,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, SHAPES, checkpoint_of, machine, watched
+from shapes import ROOT, SHAPES, checkpoint, machine
+from watching import watched
 
 
-def build(
-    program: list[str], checkpoint: Path, arguments: argparse.Namespace, samples: int, extra: list[str]
-) -> dict[str, Any]:
+def build(program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]) -> dict[str, Any]:
     """Build once with one program; seconds a stage, peaks in bytes."""
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
-        command = [*program, "build", str(checkpoint), "-o", str(output), "--precision", arguments.precision, "--json"]
+        command = [*program, "build", str(source), "-o", str(output), "--precision", arguments.precision, "--json"]
         command += ["--solver", arguments.solver, "--calib-samples", str(samples)]
         command += ["--calib-states", str(arguments.states_per_sample), *extra]
-        text, seconds, peaks = watched(command)
+        text, moved = watched(command)
+        if moved["exit"]:
+            raise SystemExit(f"{' '.join(command)}: exit {moved['exit']}")
         shutil.rmtree(output)
     report = json.loads(text)
-    return {"parameters": report["parameters"], "seconds": round(seconds, 1), "stages_s": report["stages_s"], **peaks}
+    return {"parameters": report["parameters"], "stages_s": report["stages_s"], **moved}
 
 
 def main() -> None:
@@ -54,14 +55,14 @@ def main() -> None:
     judging = ["--no-verify"] if arguments.judge == "none" else ["--judge", arguments.judge]
     rows = []
     for layers in map(int, arguments.layers.split(",")):
-        checkpoint = checkpoint_of(arguments.size, layers)
+        source = checkpoint(arguments.size, layers)
         for samples in map(int, arguments.samples.split(",")):
             contestants = [("here", ours, samples, judging)]
             if arguments.beside is not None:
                 contestants.append(("beside", [str(arguments.beside)], arguments.beside_samples, ["--no-verify"]))
             for name, program, count, extra in contestants:
                 row = {"version": name, "layers": layers, "samples": count, "states": count * arguments.states_per_sample}
-                row |= build(program, checkpoint, arguments, count, extra)
+                row |= build(program, source, arguments, count, extra)
                 stages = row["stages_s"]
                 row["seconds_a_state"] = (stages["make states"] + stages["calibrate"]) / row["states"]
                 rows.append(row)

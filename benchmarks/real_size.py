@@ -20,9 +20,7 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -31,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from shapes import ROOT, machine
+from watching import watched
 
 sys.path.insert(0, str(ROOT / "tests"))
 from checkpoints import llada_config, llada_shapes
@@ -48,7 +47,6 @@ LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
 POOL = 1 << 24  # normal numbers that all tensors are taken from
 PROBE_BYTES = 2 << 30  # of a file written and read for the disk's rates
-SAMPLE_S = 0.05
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -120,51 +118,6 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 # ---- Steps ----
 
 
-def figures(path: Path) -> dict[str, int]:
-    """``name: number`` lines of a file under /proc/PID; kB as bytes."""
-    found = {}
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        number, *unit = value.split() or [""]
-        if number.isdigit():
-            found[name] = int(number) * (1024 if unit == ["kB"] else 1)
-    return found
-
-
-class Watched:
-    """The most memory that a process held at a time, and the bytes it moved; looked at every ``SAMPLE_S``."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.folder = Path(f"/proc/{process.pid}")
-        self.process = process
-        self.peak = dict.fromkeys(("RssAnon", "RssFile", "VmHWM"), 0)
-        self.moved: dict[str, int] = {}
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-
-    def _watch(self) -> None:
-        while self.process.poll() is None:
-            try:
-                status = figures(self.folder / "status")
-                self.moved = figures(self.folder / "io") or self.moved
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ends this moment
-                break
-            for name in self.peak:
-                self.peak[name] = max(self.peak[name], status.get(name, 0))
-            time.sleep(SAMPLE_S)
-
-    def row(self) -> dict[str, int]:
-        """Bytes by name. ``disk``: what storage was asked for; ``calls``: what read and write carried, cached or not."""
-        self.thread.join()
-        names = {"disk_read": "read_bytes", "disk_written": "write_bytes", "calls_read": "rchar", "calls_written": "wchar"}
-        return {
-            "peak_anonymous_bytes": self.peak["RssAnon"],
-            "peak_mapped_bytes": self.peak["RssFile"],
-            "peak_rss_bytes": self.peak["VmHWM"],
-            **{f"{ours}_bytes": self.moved.get(theirs, 0) for ours, theirs in names.items()},
-        }
-
-
 def forget(folder: Path) -> None:
     """Ask the system to drop the files' pages, so that the next reader reads the disk."""
     for path in folder.rglob("*"):
@@ -177,24 +130,15 @@ def forget(folder: Path) -> None:
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
     """Run a command of dlm-export by itself, print its row and return it with what the command printed as JSON."""
     forget(reads)
-    began = time.perf_counter()
-    command = [sys.executable, "-m", "dlm_export.cli", *arguments, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        watched = Watched(process)
-        try:
-            text, _ = process.communicate()
-        except BaseException:  # Ctrl-C, or a signal: what runs here must not outlive it
-            process.terminate()
-            raise
-    seconds = time.perf_counter() - began
-    row = {"step": name, "seconds": round(seconds, 2), **watched.row(), "exit": process.returncode}
+    text, moved = watched([sys.executable, "-m", "dlm_export.cli", *arguments, "--json"])
+    row, seconds = {"step": name, **moved}, moved["seconds"]
     gib = {
         key: row[f"{key}_bytes"] / 2**30 for key in ("peak_anonymous", "peak_mapped", "peak_rss", "disk_read", "disk_written")
     }
     told = f"{name:24} {seconds:8.1f} s  own {gib['peak_anonymous']:6.2f} GiB  mapped {gib['peak_mapped']:6.2f}  "
     told += f"both {gib['peak_rss']:6.2f}  read {gib['disk_read']:6.2f}  written {gib['disk_written']:6.2f}"
-    if process.returncode:
-        print(f"{told}  exit {process.returncode}", flush=True)
+    if row["exit"]:
+        print(f"{told}  exit {row['exit']}", flush=True)
         return row
     row["result"] = json.loads(text)
     stages = row["result"].get("stages_s", {}) if isinstance(row["result"], dict) else {}

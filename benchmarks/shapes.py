@@ -19,16 +19,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def checkpoint(name: str) -> Path:
-    """The folder of a random checkpoint of a shape of ``SHAPES``, or of the trained one: ``demo``."""
+def checkpoint(name: str, layers: int | None = None) -> Path:
+    """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the trained one: ``demo``."""
     if name == "demo":
         return DEMO
     import torch
     from checkpoints import llada_config, write_checkpoint
 
-    path = ROOT / "build" / "benchmarks" / f"checkpoint-{name}"
+    shape = dict(SHAPES[name])
+    shape["n_layers"] = layers or shape["n_layers"]
+    path = ROOT / "build" / "benchmarks" / (f"checkpoint-{name}" if layers is None else f"checkpoint-{name}-{layers}")
     if not (path / "config.json").is_file():
-        shape = dict(SHAPES[name])
         vocab = shape.pop("vocab")
         ids = {"vocab_size": vocab, "embedding_size": vocab, "mask_token_id": vocab - 1, "eos_token_id": vocab - 2}
         config = llada_config(**shape, **ids, pad_token_id=vocab - 2, max_sequence_length=4096)

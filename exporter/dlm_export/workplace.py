@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 
-from dlm_runtime.errors import DlmError, ExitCode
+from dlm_runtime.errors import DlmError, RequestError
 
 
 class DeviceError(DlmError):
-    """A device that torch has not."""
-
-    exit_code = ExitCode.WRONG_INPUT
+    """A device that torch does not find here."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,12 @@ class Workplace:
 
 
 def find_device(name: str) -> torch.device:
-    """``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError."""
+    """``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError, RequestError."""
     kind, _, number = name.partition(":")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if name not in ("auto", "cuda") and not (kind == "cuda" and number.isdecimal() and len(number) < 4):
-        raise DeviceError(f"unknown device {name!r}: auto, cpu, cuda or cuda:0")
+        raise RequestError(f"unknown device {name!r}: auto, cpu, cuda or cuda:0")
     if not torch.cuda.is_available():
         raise DeviceError(
             f"--device {name}: torch {torch.__version__} finds no CUDA device here. Install a build of torch for CUDA and its "
