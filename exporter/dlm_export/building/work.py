@@ -49,7 +49,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
             _claim(kept, _key(job))
             advance()
         folder = kept
-    (folder / "solved").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     states = None if kept is None else folder / "states.npz"
     yield Workplace(job.request.device, activation_bytes(job), folder, folder / "solved", states)
     if kept is None:

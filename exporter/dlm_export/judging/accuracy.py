@@ -331,17 +331,30 @@ def fit_units(samples: Sequence[Sample], policy: Policy) -> int:
     return refit_steps(len(samples), policy)
 
 
-def masked_loss(reference: Scorer, candidate: Scorer, samples: Sequence[Sample], policy: Policy, seed: int) -> float:
-    """The relative increase of masked cross-entropy alone, over all mask ratios; infinite where the reference has none."""
-    limit = min(reference.max_canvas_length, candidate.max_canvas_length)
-    canvases = [
-        seen
-        for number, sample in enumerate(samples)
-        for seen in masked_canvases(sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed)
-    ]
-    (found,) = compare_masked(reference, [candidate], canvases)
-    increase = summarise(found.rows, found.sample, len(samples), seed)["ce_increase"]
-    return float("inf") if increase is None else float(increase)
+class MaskedLoss:
+    """The relative increase of masked cross-entropy alone, over all mask ratios, of one candidate after another."""
+
+    def __init__(self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int) -> None:
+        """A reference that has to be shown the canvases is shown them once."""
+        limit = reference.max_canvas_length
+        self._canvases = [
+            seen
+            for number, sample in enumerate(samples)
+            for seen in masked_canvases(sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed)
+        ]
+        self._reference, self._samples, self._seed = reference, len(samples), seed
+        self._show(reference)
+
+    def _show(self, side: Scorer) -> None:
+        if isinstance(side, Seer):
+            side.see([seen.view for seen in self._canvases])
+
+    def of(self, candidate: Scorer) -> float:
+        """A candidate's; infinite where the reference loses nothing."""
+        self._show(candidate)
+        (found,) = compare_masked(self._reference, [candidate], self._canvases)
+        increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]
+        return float("inf") if increase is None else float(increase)
 
 
 def statistics(done: calibrate.Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:

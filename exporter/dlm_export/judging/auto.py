@@ -8,9 +8,11 @@ asks for it. Everything runs in torch on simulated values, so the target need no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.sensitivity import Choice, Point, trade_off
@@ -18,11 +20,14 @@ from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging import sensitivity
-from dlm_export.judging.accuracy import masked_loss
+from dlm_export.judging.accuracy import MaskedLoss, shown_source
 from dlm_export.judging.judge import AccuracyError
-from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.judging.swept import SweptPredictor
+from dlm_export.network.denoiser import Block
+from dlm_export.network.layered import Layered, named
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
+from dlm_export.quantising.calibrate import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import Target
 from dlm_export.workplace import Workplace
@@ -85,6 +90,25 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
     return len(formats) * (len(network.layers) + 1) + sensitivity.units(network, layers, exact=exact) + PROBES
 
 
+class _Assigned(Layered):
+    """A source whose layers compute with the quantised values of the formats that are assigned to them."""
+
+    def __init__(
+        self, source: Source, ready: Mapping[str, Quantisation], formats: Mapping[str, str], device: torch.device
+    ) -> None:
+        """``ready``: format -> its numbers for all layers; ``formats``: layer -> the one that it is assigned."""
+        super().__init__(families.layered(source.parameters, source.network).read, source.network, device=device)
+        self._ready, self._formats = ready, formats
+
+    def block(self, i: int) -> Block:
+        """See ``Layered``."""
+        block = super().block(i)
+        modules = named(i, block)
+        for name, done in self._ready.items():
+            calibrate.simulate(modules, done, [layer for layer in modules if self._formats.get(layer) == name])
+        return block
+
+
 def search(
     source: Source,
     states: Sequence[State],
@@ -105,15 +129,16 @@ def search(
     layer loses is measured, not estimated. Deterministic for the same arguments. Raises AccuracyError if not even the first
     move keeps the budget.
     """
-    budget = DEFAULT_BUDGET if budget is None else budget
+    budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
     ready = {}
     for name in formats:
         fitting = {path: name for path, layer in layers.items() if misfit(layer, name, for_tensorrt=for_tensorrt) is None}
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
-        ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done)
+        here = replace(place, solved=None if place.solved is None else place.solved / name)
+        ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done, workplace=here)
     found = sensitivity.losses(
-        source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=workplace
+        source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=place
     )
     choices: dict[str, list[Choice]] = {}
     for layer, spec in layers.items():
@@ -122,18 +147,12 @@ def search(
             if layer in lost:
                 choices[layer].append(Choice(name, lost[layer][1], FORMATS[name].weight_bytes(spec.inputs, spec.outputs)))
     path = trade_off(choices)
-    denoiser = families.load(source.parameters, source.network)
-    reference = TorchPredictor(families.load(source.parameters, source.network), "fp32")
+    reference = shown_source(source, "fp32", torch.float32, place)
+    loss = MaskedLoss(reference, samples, policy, seed)
 
     def measure(point: Point) -> float:
-        modules = dict(denoiser.named_modules())
-        undo = [
-            calibrate.simulate(modules, ready[name], [layer for layer, chosen in point.formats.items() if chosen == name])
-            for name in formats
-        ]
-        increase = masked_loss(reference, TorchPredictor(denoiser, "auto"), samples, policy, seed)
-        for step in reversed(undo):
-            step()
+        layered = _Assigned(source, ready, point.formats, place.device)
+        increase = loss.of(SweptPredictor(layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder))
         on_done()
         return increase
 

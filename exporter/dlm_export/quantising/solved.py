@@ -20,6 +20,8 @@ class Solved:
     """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at all."""
 
     def __init__(self, folder: Path | None = None) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._held: dict[str, QuantisedWeight] = {}
 
