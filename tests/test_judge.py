@@ -389,7 +389,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
         *("reference", "candidate", "data", "policy", "buckets", "overall", "frontier", "free_running", "noise_floor"),
-        *("layers", "threshold", "budgets", "passed", "misses", "effort"),
+        *("layers", "layers_method", "threshold", "budgets", "passed", "misses", "effort"),
     }
     assert set(found["data"]) == {"samples", "sha256", "seed"}
     assert all(set(row) == BUCKET for row in found["buckets"])

@@ -72,6 +72,10 @@ def _example(option: click.Option) -> list[str]:
         return [option.opts[-1], str(list(kind.choices)[-1])]
     if isinstance(kind, (click.types.IntParamType, click.types.FloatParamType)):
         return [option.opts[-1], "1"]
+    if option.name == "memory":
+        return [option.opts[-1], "1.5GiB"]
+    if option.name == "resume":
+        return [option.opts[-1], "-odd new=%s"]
     return [option.opts[-1], "-odd value=%s"]
 
 

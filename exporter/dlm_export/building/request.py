@@ -11,7 +11,7 @@ from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
-from dlm_export.judging import layerwise, parity
+from dlm_export.judging import auto, layerwise, parity
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
 from dlm_export.quantising import modelopt, samples
@@ -97,6 +97,8 @@ def check_request(options: BuildOptions) -> Request:
         targets.recipe_for(devices, options.activations)
     if options.quantise.calibrator == "modelopt":
         modelopt.require()
+    if options.precision == AUTO:
+        auto.formats_for(devices, options.quantise.auto)
     found = {}
     if on_gpu and options.engine is not None:
         for target in devices:
