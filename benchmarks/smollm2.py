@@ -15,6 +15,7 @@ import numpy as np
 from gguf_files import LAYER_TENSORS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dlm_calibration.pieces import Index
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.sources import Source
@@ -35,26 +36,34 @@ def gguf_path() -> Path:
 
 
 class GgufParameters:
-    """A Llama's GGUF under the denoiser's parameter names, dequantised one tensor at a time."""
+    """A Llama's GGUF under the denoiser's parameter names, dequantised once: 0.5 GB that stays."""
 
     def __init__(self, reader: gguf.GGUFReader, network: NetworkSpec) -> None:
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        heads = network.layers[0].attention
-        self._heads = {"attn_q": heads.heads, "attn_k": heads.kv_heads}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._values = {}
+        for parameter in network.parameters():
+            module = parameter.removesuffix(".weight")
+            if module in OUTSIDE:
+                self._values[parameter] = _dequantised(tensors[f"{OUTSIDE[module]}.weight"])
+                continue
+            _, i, inner = module.split(".", 2)  # blocks.I.INNER
+            attention = network.layers[int(i)].attention
+            value = _dequantised(tensors[f"blk.{i}.{TENSORS[inner]}.weight"])
+            if inner in ("attention.q", "attention.k"):
+                value = _halves(value, attention.heads if inner == "attention.q" else attention.kv_heads)
+            self._values[parameter] = np.ascontiguousarray(value.T)
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """See ``Parameters.read``: matrices ``[in, out]``, the rows of queries and keys as ``rotate`` turns them."""
-        module = parameter.removesuffix(".weight")
-        if module in OUTSIDE:
-            tensor = self._tensors[f"{OUTSIDE[module]}.weight"]
-            return np.ascontiguousarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=dtype)
-        _, i, inner = module.split(".", 2)  # blocks.I.INNER
-        name = TENSORS[inner]
-        tensor = self._tensors[f"blk.{i}.{name}.weight"]
-        value = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if name in self._heads:
-            value = _halves(value, self._heads[name])
-        return np.ascontiguousarray(value.T, dtype=dtype)
+    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
+        """See ``Parameters.read``: matrices ``[in, out]``, the columns of queries and keys as ``rotate`` turns them."""
+        return self._values[parameter][at].astype(dtype)
+
+    def view(self, parameter: str) -> None:
+        """None: nothing of it lies in a file as it is read."""
+
+
+def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
+    found: np.ndarray = gguf.dequantize(tensor.data, tensor.tensor_type)
+    return found
 
 
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
