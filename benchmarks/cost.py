@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shapes import ROOT, SHAPES, checkpoint, machine
-from watching import watched
+from watching import finished
 
 
 def build(program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]) -> dict[str, Any]:
@@ -30,9 +30,7 @@ def build(program: list[str], source: Path, arguments: argparse.Namespace, sampl
         command = [*program, "build", str(source), "-o", str(output), "--precision", arguments.precision, "--json"]
         command += ["--solver", arguments.solver, "--calib-samples", str(samples)]
         command += ["--calib-states", str(arguments.states_per_sample), *extra]
-        text, moved = watched(command)
-        if moved["exit"]:
-            raise SystemExit(f"{' '.join(command)}: exit {moved['exit']}")
+        text, moved = finished(command)
         shutil.rmtree(output)
     report = json.loads(text)
     return {"parameters": report["parameters"], "stages_s": report["stages_s"], **moved}

@@ -20,7 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, checkpoint, machine, measured
+from shapes import ROOT, checkpoint, machine
+from watching import finished
 
 from dlm_export import targets
 
@@ -60,8 +61,8 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
     """Build one engine; seconds of the process and of the builder, peak resident bytes as the kernel reports them."""
     folder = bundle(size, precision)
     command = [sys.executable, "-m", "dlm_export.cli", "engine", str(folder), "--target", target, "--force", "--json"]
-    text, seconds, peak = measured(command)
-    entry = json.loads(text)["engines"][target]
+    text, row = finished(command)
+    entry, peak = json.loads(text)["engines"][target], row["peak_rss_bytes"]
     weights = (folder / "denoiser.onnx.data").stat().st_size
     engine = (folder / entry["file"]).stat().st_size
     return {
@@ -69,7 +70,7 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
         "precision": precision,
         "target": target,
         "builder": f"{entry['builder']} {entry['version']}",
-        "seconds": round(seconds, 1),
+        "seconds": round(row["seconds"], 1),
         "build_s": entry["seconds"],
         "weights_bytes": weights,
         "engine_bytes": engine,

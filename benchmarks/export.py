@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, checkpoint, machine, measured
+from shapes import ROOT, checkpoint, machine
+from watching import finished
 
 CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
 
@@ -27,8 +28,8 @@ def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
         command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), "--precision", precision]
-        text, seconds, peak = measured([*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"]))
-        report = json.loads(text)
+        text, row = finished([*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"]))
+        report, peak = json.loads(text), row["peak_rss_bytes"]
         weights = (output / "denoiser.onnx.data").stat().st_size
         shutil.rmtree(output)
     return {
@@ -36,7 +37,7 @@ def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
         "parameters": report["parameters"],
         "precision": precision,
         "parity_checked": check_parity,
-        "seconds": round(seconds, 1),
+        "seconds": round(row["seconds"], 1),
         "stages_s": report["stages_s"],
         "weights_bytes": weights,
         "peak_rss_bytes": peak,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +46,6 @@ def bundle_of(size: str, precision: str) -> Path:
             arguments += ["--calib-samples", "4", "--calib-states", "4"]
         subprocess.run([sys.executable, "-m", "dlm_export.cli", "build", *arguments], check=True, stdout=subprocess.DEVNULL)
     return path
-
-
-def measured(command: list[str]) -> tuple[str, float, int]:
-    """Run a command: its stdout, its seconds, and the largest resident set of its process in bytes, mapped files included."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)}: failed")
-    return text, time.perf_counter() - began, usage.ru_maxrss * 1024
 
 
 def machine() -> dict[str, Any]:

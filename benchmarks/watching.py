@@ -36,6 +36,14 @@ def figures(path: Path) -> dict[str, int]:
     return found
 
 
+def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
+    """``watched`` of a command that has to end well."""
+    text, row = watched(command)
+    if row["exit"]:
+        raise SystemExit(f"{' '.join(command)}: exit {row['exit']}")
+    return text, row
+
+
 class Watched:
     """The most memory that a process held at a time, and the bytes it moved; looked at every ``SAMPLE_S``."""
 

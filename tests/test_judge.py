@@ -15,11 +15,11 @@ import pytest
 import torch
 from checkpoints import llada_config, write_checkpoint
 from denoisers import load
+from judging import judge
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export.judging import frontier as judging
-from dlm_export.judging.evidence import judge
 from dlm_export.judging.judge import Budgets, Judgement
 from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, scores
 from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold

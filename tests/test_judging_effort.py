@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from denoisers import load
+from judging import judge
 from test_judge import EOS, POLICY, Scripted, answered, decode, fit, knows, no_text, text_sample, writer
 
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export import families
 from dlm_export.judging import rounds
-from dlm_export.judging.evidence import Evidence, judge
+from dlm_export.judging.evidence import Evidence
 from dlm_export.judging.frontier import Met, follow, meet, meet_within
 from dlm_export.judging.judge import Budgets
 from dlm_export.judging.predictors import Seer

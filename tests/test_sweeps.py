@@ -22,7 +22,7 @@ from dlm_export import families
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.building.work import ResumeError
 from dlm_export.network.layered import MemoryLimitError, make_batches
-from dlm_export.quantising import calibrate, gptq
+from dlm_export.quantising import calibrate, gptq, samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.quantising.solved import Solved
 from dlm_export.sources import Source, open_source
@@ -159,7 +159,7 @@ def test_an_interrupted_build_is_taken_up(llada_checkpoint: Path, tmp_path: Path
         raise AssertionError("a finished stage ran again")
 
     monkeypatch.setattr(gptq, "gptq", again)
-    monkeypatch.setattr(building.quantise.__globals__["samples"], "calibration_states", again)
+    monkeypatch.setattr(samples, "calibration_states", again)
     report = build(llada_checkpoint, output, _options(resume=kept))
     assert "make states" not in report.stages_s
     for file in ("denoiser.onnx", "denoiser.onnx.data"):

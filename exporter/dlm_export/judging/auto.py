@@ -7,6 +7,7 @@ asks for it. Everything runs in torch on simulated values, so the target need no
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import Sample, State
-from dlm_export import families
+from dlm_export.families import weights
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging import sensitivity
 from dlm_export.judging.accuracy import MaskedLoss, shown_source
@@ -97,7 +98,7 @@ class _Assigned(Layered):
         self, source: Source, ready: Mapping[str, Quantisation], formats: Mapping[str, str], device: torch.device
     ) -> None:
         """``ready``: format -> its numbers for all layers; ``formats``: layer -> the one that it is assigned."""
-        super().__init__(families.layered(source.parameters, source.network).read, source.network, device=device)
+        super().__init__(functools.partial(weights.tensor, source.parameters), source.network, device=device)
         self._ready, self._formats = ready, formats
 
     def block(self, i: int) -> Block:

@@ -199,43 +199,6 @@ class Evidence:
         )
 
 
-def judge(
-    reference: Predictor,
-    candidate: Predictor,
-    samples: Sequence[Sample],
-    *,
-    policy: Policy,
-    max_new_tokens: int,
-    decode: Decode,
-    seed: int = 0,
-    noise_floor: Scorer | None = None,
-    free_runs: int | None = None,
-    on_done: Callable[[], None] = lambda: None,
-) -> Judgement:
-    """Judge a candidate on all held-out samples, with both loops run freely on the first ``free_runs`` of them (None: all).
-
-    The frontier's canvases are the reference's. ``on_done`` is called ``len(samples) + min(free_runs, len(samples))`` times.
-    Raises JudgeError.
-    """
-    if free_runs is not None and free_runs < 1:
-        raise JudgeError("judging needs at least one free run")
-    evidence = Evidence(
-        reference,
-        candidate,
-        samples,
-        policy=policy,
-        max_new_tokens=max_new_tokens,
-        decode=decode,
-        seed=seed,
-        noise_floor=noise_floor,
-        states_of="reference",
-        free=reference,
-        free_runs=free_runs,
-    )
-    evidence.add(len(samples), on_done)
-    return evidence.judgement()
-
-
 def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
     """Bytes of what was scored, in UTF-8; 0 if some of it has no text."""
     texts = [decode(sample.tokens.tolist()) if sample.answer is None else sample.answer for sample in samples]

@@ -1,6 +1,6 @@
-"""The sides of a comparison, and a bundle under the native loop as one; ``torch_predictor`` is the other kind.
+"""The sides of a comparison, and a bundle under the native loop as one; ``torch_predictor`` and ``swept`` are the other kinds.
 
-A denoiser sees one canvas a pass here, as on the device: dynamic activation ranges must not depend on what else is in a batch.
+A bundle sees one canvas a pass here, as on the device: dynamic activation ranges must not depend on what else is in a batch.
 """
 
 from __future__ import annotations

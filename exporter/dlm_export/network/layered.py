@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -226,10 +226,3 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, memory_bytes: int | Non
             ) from err
         mapped = np.memmap(file, np.uint8, "r+", shape=(size,))
     return torch.from_numpy(mapped).view(dtype).view(shape)
-
-
-def sweep(carried: Carried, on_layer: Callable[[], None] = lambda: None) -> None:
-    """All canvases through all layers; ``on_layer`` is called behind each."""
-    for i in range(len(carried.layered.network.layers)):
-        carried.through(i, carried.layered.block(i))
-        on_layer()

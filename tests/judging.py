@@ -1,0 +1,49 @@
+"""Two sides judged on samples that are all known beforehand, both loops run freely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dlm_calibration.metrics import Decode
+from dlm_calibration.states import Sample
+from dlm_export.judging.evidence import Evidence
+from dlm_export.judging.judge import Judgement
+from dlm_export.judging.predictors import JudgeError, Predictor, Scorer
+from dlm_runtime import Policy
+
+
+def judge(
+    reference: Predictor,
+    candidate: Predictor,
+    samples: Sequence[Sample],
+    *,
+    policy: Policy,
+    max_new_tokens: int,
+    decode: Decode,
+    seed: int = 0,
+    noise_floor: Scorer | None = None,
+    free_runs: int | None = None,
+    on_done: Callable[[], None] = lambda: None,
+) -> Judgement:
+    """Judge a candidate on all held-out samples, with both loops run freely on the first ``free_runs`` of them (None: all).
+
+    The frontier's canvases are the reference's. ``on_done`` is called ``len(samples) + min(free_runs, len(samples))`` times.
+    Raises JudgeError.
+    """
+    if free_runs is not None and free_runs < 1:
+        raise JudgeError("judging needs at least one free run")
+    evidence = Evidence(
+        reference,
+        candidate,
+        samples,
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        decode=decode,
+        seed=seed,
+        noise_floor=noise_floor,
+        states_of="reference",
+        free=reference,
+        free_runs=free_runs,
+    )
+    evidence.add(len(samples), on_done)
+    return evidence.judgement()
