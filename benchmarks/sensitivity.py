@@ -50,8 +50,8 @@ def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data,
     """Calibration data and the states of ``count`` of its samples."""
     options = samples.CalibrationOptions(samples=count, states_per_sample=8)
     data = samples.load_data(source.network, source.path, write_text(source.text, folder).tokenizer, options)
-    denoiser = families.load(source.parameters, source.network)
-    return data, list(samples.calibration_states(source, denoiser, data, options, lambda: None))
+    layered = families.layered(source.parameters, source.network)
+    return data, list(samples.calibration_states(source, layered, data, options, lambda: None))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

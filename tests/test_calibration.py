@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -267,9 +268,9 @@ samples_strategy = st.lists(
 def test_every_state_keeps_the_prompt_masks_something_and_fits_the_canvas(
     samples: list[Sample], with_trajectory: bool, **options: Any
 ) -> None:
-    trajectory = (lambda sample: left_to_right(sample, 12)) if with_trajectory else None
-    states = states_of(samples, trajectory=trajectory, **options)
-    again = states_of(samples, trajectory=trajectory, **options)
+    runs = (lambda asked: [left_to_right(sample, 12) for sample in asked]) if with_trajectory else None
+    states = states_of(samples, trajectories=runs, **options)
+    again = states_of(samples, trajectories=runs, **options)
     assert [state.sha256 for state in states] == [state.sha256 for state in again]
     prompts = {sample.tokens[: sample.prompt_length].tobytes() for sample in samples}
     for state in states:
@@ -286,7 +287,7 @@ def test_every_state_keeps_the_prompt_masks_something_and_fits_the_canvas(
 
 
 def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
-    states = states_of(make_samples(100), trajectory=left_to_right)
+    states = states_of(make_samples(100), trajectories=lambda asked: map(left_to_right, asked))
     assert Counter(state.source for state in states) == {"masked": 400, "trajectory": 320, "clean": 80}
     buckets = Counter(state.bucket for state in states if state.source == "masked")
     assert buckets == dict.fromkeys(range(10), 40)
@@ -305,12 +306,12 @@ def test_no_mask_ratio_goes_with_every_nth_sample() -> None:
 def test_a_trajectory_is_taken_from_before_its_first_pass_to_its_last_mask() -> None:
     calls: list[Sample] = []
 
-    def run(sample: Sample) -> list[np.ndarray]:
-        calls.append(sample)
-        return left_to_right(sample, 20)
+    def run(asked: Sequence[Sample]) -> list[list[np.ndarray]]:
+        calls.extend(asked)
+        return [left_to_right(sample, 20) for sample in asked]
 
     samples = make_samples(3)
-    states = states_of(samples, per_sample=7, mix=(0, 1, 0), trajectory=run)
+    states = states_of(samples, per_sample=7, mix=(0, 1, 0), trajectories=run)
     assert calls == samples
     for sample, own in zip(samples, (states[:7], states[7:14], states[14:]), strict=True):
         left = sorted(int((state.canvas == MASK_ID).sum()) for state in own)
@@ -321,8 +322,10 @@ def test_a_trajectory_is_taken_from_before_its_first_pass_to_its_last_mask() -> 
 def test_masked_states_stand_in_for_trajectories_that_are_missing_or_too_short() -> None:
     samples = make_samples(4)
     assert {state.source for state in states_of(samples, mix=(0, 1, 0))} == {"masked"}
-    assert {state.source for state in states_of(samples, mix=(0, 1, 0), trajectory=lambda _: [])} == {"masked"}
-    short = states_of(samples, mix=(0, 1, 0), trajectory=lambda sample: left_to_right(sample, 2))
+    assert {state.source for state in states_of(samples, mix=(0, 1, 0), trajectories=lambda asked: [[] for _ in asked])} == {
+        "masked"
+    }
+    short = states_of(samples, mix=(0, 1, 0), trajectories=lambda asked: [left_to_right(sample, 2) for sample in asked])
     assert Counter(state.source for state in short) == {"trajectory": 8, "masked": 24}
 
 
@@ -348,17 +351,21 @@ def test_completions_are_padded_to_whole_blocks_within_the_canvas() -> None:
     assert len(clean(Sample(sample.tokens, 0), block_length=64)) == 35  # plain text
 
 
-def test_states_are_made_one_sample_at_a_time() -> None:
-    drawn = []
+def test_runs_are_asked_for_once_and_taken_one_sample_at_a_time() -> None:
+    asked: list[int] = []
+    taken: list[int] = []
 
-    def endless() -> Any:
-        for sample in make_samples(1) * 1000:
-            drawn.append(sample)
-            yield sample
+    def run(samples: Sequence[Sample]) -> Any:
+        asked.append(len(samples))
+        for number, sample in enumerate(samples):
+            taken.append(number)
+            yield left_to_right(sample)
 
-    states = make_states(endless(), mask_token_id=MASK_ID, pad_token_id=PAD_ID, block_length=8, max_canvas_length=64, seed=0)
-    assert len(list(islice(states, 16))) == 16
-    assert len(drawn) <= 3
+    options = {"mask_token_id": MASK_ID, "pad_token_id": PAD_ID, "block_length": 8, "max_canvas_length": 64, "seed": 0}
+    states = make_states(make_samples(10), **options, per_sample=1, trajectories=run)
+    sources = [state.source for state in islice(states, 5)]
+    assert asked == [4]  # of 10 states, 4 are of runs
+    assert len(taken) == sources.count("trajectory") == 2
 
 
 def test_a_mix_that_is_no_shares_and_a_sample_with_the_mask_token_are_refused() -> None:

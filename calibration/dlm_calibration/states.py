@@ -33,7 +33,7 @@ SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
 MIX = (0.5, 0.4, 0.1)  # of SOURCES
 PER_SAMPLE = 8
 
-Trajectory = Callable[["Sample"], Sequence[np.ndarray]]
+Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
 _MOST_SAMPLES = 100_000  # each is at most a canvas long, so this bounds the memory
@@ -292,7 +292,7 @@ def read_states(path: Path) -> list[State]:
 
 
 def make_states(
-    samples: Iterable[Sample],
+    samples: Sequence[Sample],
     *,
     mask_token_id: int,
     pad_token_id: int | None,
@@ -301,41 +301,44 @@ def make_states(
     seed: int,
     per_sample: int = PER_SAMPLE,
     mix: Sequence[float] = MIX,
-    trajectory: Trajectory | None = None,
+    trajectories: Trajectories | None = None,
 ) -> Iterator[State]:
-    """States of every sample, one at a time, the same for the same arguments; one sample is held in memory.
+    """States of every sample, one at a time, the same for the same arguments.
 
     ``mix`` are the shares of ``SOURCES`` and holds over all samples together, as do mask ratios and trajectory points: each
     is taken as often as any other. Completions are padded to a multiple of ``block_length`` (0: not at all) within the
     canvas, as denoisers are trained and decoded. A sample has one clean state at most: another would add nothing, so
     ``mix=(0, 0, 1)`` gives one state a sample.
 
-    ``trajectory(sample)`` gives the canvases after each pass of a run from the sample's prompt; states are taken at
-    ``TRAJECTORY_POINTS`` of its passes, from the canvas before the first pass to the last one that holds a mask. Without
-    it, or where a run is too short to give different canvases, states are masked ones. Raises CalibrationError: a mix that
-    is no shares, a sample that holds the mask token.
+    ``trajectories(samples)`` gives, of each in order, the canvases after each pass of a run from the sample's prompt; it is
+    asked once, for those that want states of a run. They are taken at ``TRAJECTORY_POINTS`` of its passes, from the canvas
+    before the first pass to the last one that holds a mask. Without it, or where a run is too short to give different
+    canvases, states are masked ones. Raises CalibrationError: a mix that is no shares, a sample that holds the mask token.
     """
     if len(mix) != len(SOURCES) or not all(math.isfinite(share) and share >= 0 for share in mix) or not sum(mix) > 0:
         raise CalibrationError(f"the mix {tuple(mix)} is not {len(SOURCES)} shares ({', '.join(SOURCES)}), such as {MIX}")
     if per_sample < 1:
         raise CalibrationError(f"at least 1 state a sample is needed, not {per_sample}")
     masked, from_trajectory, clean = (share / sum(mix) for share in mix)
-    if trajectory is None:
+    if trajectories is None:
         masked, from_trajectory = masked + from_trajectory, 0.0
+
+    for number, sample in enumerate(samples, 1):
+        if (sample.tokens == mask_token_id).any():
+            raise CalibrationError(f"sample {number}: its text holds the mask token ({mask_token_id}): leave it out")
 
     def states() -> Iterator[State]:
         rng = np.random.default_rng(seed)
         sources = _alternating((masked, from_trajectory, clean))
+        wanted_by = [[SOURCES[next(sources)] for _ in range(per_sample)] for _ in samples]
         ratios, uses = _rounds(MASK_RATIOS, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
-        for number, sample in enumerate(samples, 1):
-            if (sample.tokens == mask_token_id).any():
-                raise CalibrationError(f"sample {number}: its text holds the mask token ({mask_token_id}): leave it out")
-            wanted = [SOURCES[next(sources)] for _ in range(per_sample)]
+        runs: Iterator[Sequence[np.ndarray]] = iter(())
+        if trajectories is not None:
+            runs = iter(trajectories([one for one, own in zip(samples, wanted_by, strict=True) if "trajectory" in own]))
+        for sample, wanted in zip(samples, wanted_by, strict=True):
             prompt_length = sample.prompt_length
             whole = pad_to_blocks(sample, pad_token_id, block_length, max_canvas_length)
-            passes: list[np.ndarray] = []
-            if trajectory is not None and "trajectory" in wanted:
-                passes = _pass_inputs(trajectory(sample), mask_token_id, prompt_length)
+            passes = _pass_inputs(next(runs), mask_token_id, prompt_length) if "trajectory" in wanted else []
             taken: set[int] = set()
             for source in wanted:
                 if source == "clean":

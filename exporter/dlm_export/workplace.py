@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from dlm_export.targets import processor_flags
 from dlm_runtime.errors import DlmError, RequestError
 
 
@@ -26,6 +27,11 @@ class Workplace:
     folder: Path | None = None
     solved: Path | None = None
     states: Path | None = None
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device has instructions for products of bf16. Elsewhere torch takes a hundred times as long for them."""
+    return device.type == "cuda" or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(processor_flags())
 
 
 def find_device(name: str) -> torch.device:

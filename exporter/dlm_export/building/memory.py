@@ -48,7 +48,7 @@ def needed_bytes(job: Job) -> dict[str, int]:
     needs = {"write weights": matrices + 3 * _FP32 * PIECE * MOST_CORES}
     largest = max(sum(layer.inputs * layer.outputs for layer in block) for block in blocks)
     if recipe is not None and formats is not None and recipe.needs_states(formats):
-        block = calibrate.holding_dtype(network).itemsize * largest
+        block = calibrate.computing_dtype(network, job.request.device).itemsize * largest
         solving = max(_solving_bytes(each, formats) for each in blocks) if recipe.solver == "gptq" else 0
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:

@@ -118,9 +118,11 @@ def _make_states(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, st
         states = read_states(workplace.states)
     else:
         with stages.stage("make states", len(data.calibration)) as advance:
-            denoiser = families.load(source.parameters, source.network, calibrate.holding_dtype(source.network))
-            states = list(samples.calibration_states(source, denoiser.to(workplace.device), data, options.calibration, advance))
-        del denoiser
+            c = source.network
+            layered = families.layered(source.parameters, c, calibrate.computing_dtype(c, workplace.device), workplace.device)
+            states = list(
+                samples.calibration_states(source, layered, data, options.calibration, advance, workplace.activation_bytes)
+            )
         give_back()
         if workplace.states is not None:
             write_states(states, workplace.states)

@@ -9,6 +9,7 @@ RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,16 @@ Turn = tuple[Tensor, Tensor, Tensor]
 """What turns heads by position: cosines and sines ``[positions, D / 2]``, position ids ``[B, T]``."""
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Several passes in one row of tokens, one behind the other: each sees itself, and what is cached for it.
+
+    Of each pass its tokens, which keys its queries see (``visible_keys``), and its cached keys and values ``[1, Hkv, S, D]``.
+    """
+
+    passes: Sequence[tuple[slice, Tensor | None, Past | None]]
 
 
 class UnbuiltNetworkError(DlmError):
@@ -118,7 +129,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | None) -> tuple[Tensor, Past]:
+    def forward(
+        self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | Packed | None
+    ) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
         if self.is_plain:  # queries that share a key lie on an axis of their own
@@ -129,16 +142,24 @@ class Attention(nn.Module):
         v = self.v(x).view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
         if turn is not None:
             q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
+        if isinstance(past, Packed):
+            parts = [self._attend(q[:, :, at], k[:, :, at], v[:, :, at], seen, cached) for at, seen, cached in past.passes]
+            y = torch.cat(parts, 1)
+        else:
+            y = self._attend(q, k, v, is_visible, past)
+        return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, past: Past | None) -> Tensor:
+        """``[B, T, heads..., D]``."""
         keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         if self.is_plain:  # two products, and a softmax in fp32
-            scores = ((q * a.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
+            scores = ((q * self.spec.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
             if is_visible is not None:
                 scores = scores.where(is_visible.unsqueeze(1), -torch.inf)
-            y = scores.softmax(-1).to(x.dtype) @ values.unsqueeze(2)
-            y = y.permute(0, 3, 1, 2, 4)
-        else:
-            y = F.scaled_dot_product_attention(q, keys, values, is_visible, enable_gqa=a.group > 1).transpose(1, 2)
-        return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
+            y: Tensor = scores.softmax(-1).to(q.dtype) @ values.unsqueeze(2)
+            return y.permute(0, 3, 1, 2, 4)
+        y = F.scaled_dot_product_attention(q, keys, values, is_visible, enable_gqa=self.spec.group > 1)
+        return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -172,7 +193,9 @@ class Block(nn.Module):
         self.mlp = MLP(spec.mlp, hidden_size)
         self.mlp_out_norm = norm("mlp_out_norm")
 
-    def forward(self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | None) -> tuple[Tensor, Past]:
+    def forward(
+        self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | Packed | None
+    ) -> tuple[Tensor, Past]:
         y, present = self.attention(self.attention_norm(x), turn, is_visible, past)
         x = x + self.attention_out_norm(y)
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), present

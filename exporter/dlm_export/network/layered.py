@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Block, Past, RMSNorm, Rotary, Turn, check_built, visible_keys
+from dlm_export.network.denoiser import Block, Packed, Past, RMSNorm, Rotary, Turn, check_built, visible_keys
 from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
@@ -103,12 +103,28 @@ class Layered:
         What turns heads, which keys are seen, and ``past``: cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
-        cached = 0 if past is None else past[0].shape[2]
-        is_visible = visible_keys(self.network.layers[i].attention.visible_block, positions, cached)
+        return self._turn(i, positions), self._visible(i, positions, past), past
+
+    def packed(self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]) -> tuple[Turn | None, None, Packed]:
+        """What goes into layer ``i`` beside the states ``[1, tokens, hidden]`` of several passes, one behind the other.
+
+        ``spans``: first position of each and the one behind its last; ``past``: what is cached for each.
+        """
+        positions = [torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans]
+        passes, start = [], 0
+        for there, cached in zip(positions, past, strict=True):
+            tokens = slice(start, start + there.shape[1])
+            passes.append((tokens, self._visible(i, there, cached), cached))
+            start = tokens.stop
+        return self._turn(i, torch.cat(positions, 1)), None, Packed(passes)
+
+    def _turn(self, i: int, positions: Tensor) -> Turn | None:
         number = self._turned_by[i]
-        if number is None:
-            return None, is_visible, past
-        return (self._rotary[number].cos, self._rotary[number].sin, positions), is_visible, past
+        return None if number is None else (self._rotary[number].cos, self._rotary[number].sin, positions)
+
+    def _visible(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
+        cached = 0 if past is None else past[0].shape[2]
+        return visible_keys(self.network.layers[i].attention.visible_block, positions, cached)
 
     def final_norm(self) -> RMSNorm:
         """The norm behind the last layer."""

@@ -4,8 +4,9 @@ It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, al
 (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487: timestep schedule, entropy and
 margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded sampling (arXiv:2505.24857).
 
-``turns`` keeps the books of blocks and steps and says what commits; this runs the passes. The papers leave open what is ruled
-there, and here: the mask token is never predicted; equal predictions take the lowest id.
+``turns`` keeps the books of blocks and steps and says what commits; this runs the passes of one request (``lockstep`` those of
+many). The papers leave open what is ruled there, and here: the mask token is never predicted; equal predictions take the lowest
+id.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dlm_export.network.denoiser import Denoiser, Past
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import (
     Canvas,
     Span,
@@ -66,44 +68,55 @@ def store(past: Past, new: Past, span: Span) -> None:
         kept[:, :, span.first : span.last] = row
 
 
-class _Run:
-    """One request: a canvas, its keys and values, and what is undecided."""
+class Run:
+    """One request between its passes: who runs it asks for a pass (``advance``), and gives the logits of its ``rows``."""
 
-    def __init__(self, denoiser: Denoiser, canvas: Tensor, policy: Policy) -> None:
-        self.denoiser = denoiser
-        self.network = denoiser.network
-        self.device = denoiser.embed.weight.device
-        self.canvas = canvas.to(self.device)
-        self.policy = policy
-        self.spans = Spans(policy, len(canvas))
-        self.cache: list[Past] = []
+    def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy, steps: int = 0) -> None:
+        """``steps``: see ``generate``."""
+        self.network, self.policy = network, policy
+        self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
+        self.nfe = 0
+        self._wanted = canvas.undecided
+        self._turns = turns(self.undecided, policy, network.shift, steps)
+        self._spans = Spans(policy, len(canvas.tokens))
 
-    def features(self, span: Span) -> Tensor:
-        """Final features ``[T, hidden]`` of a pass over the rows of ``span``."""
-        is_whole = (span.first, span.last) == (0, len(self.canvas))
-        past = None if is_whole else [outside(kept, span) for kept in self.cache]
-        positions = torch.arange(span.first, span.last, device=self.device).unsqueeze(0)
-        hidden, present = self.denoiser.hidden(self.canvas[span.first : span.last].unsqueeze(0), positions, past)
-        if span.is_stored:
-            self.cache = self.cache or present
-            for kept, new in zip(self.cache, present, strict=True):
-                store(kept, new, span)
-        return hidden[0]
+    @property
+    def canvas(self) -> Canvas:
+        """What the request has come to."""
+        return Canvas(self.tokens.copy(), self.undecided.copy())
 
-    def take(self, turn: Turn) -> np.ndarray:
-        """Make a turn's pass and its commit. Returns the committed positions, int64."""
-        c = self.network
-        span = self.spans.of(turn)
-        hidden = self.features(span)
-        positions = torch.from_numpy(turn.positions).to(self.device)
-        rows = (positions - c.shift).clamp(min=0) - span.first
-        logits = self.denoiser.project(hidden[rows]).float()
-        logits[:, c.mask_token_id] = -torch.inf
-        chosen = choose_in(turn, scores(turn, logits, self.policy), self.policy)
-        committed: np.ndarray = turn.positions[chosen]
-        best = logits.argmax(-1).cpu()[torch.from_numpy(chosen)]
-        self.canvas[torch.from_numpy(committed).to(self.device)] = best.to(self.device)
-        return committed
+    def advance(self) -> Span | None:
+        """The rows of the canvas that the next pass computes; None: nothing is undecided any more."""
+        turn = next(self._turns, None)
+        if turn is None:
+            return None
+        self._turn, self._span = turn, self._spans.of(turn)
+        return self._span
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass computes the whole canvas, and so reads no cache."""
+        return (self._span.first, self._span.last) == (0, len(self.tokens))
+
+    @property
+    def rows(self) -> Tensor:
+        """The pass's rows that are scored, int64 ``[M]``, counted from its first."""
+        return torch.from_numpy((self._turn.positions - self.network.shift).clip(min=0) - self._span.first)
+
+    def commit(self, logits: Tensor) -> None:
+        """Commit what the policy chooses by the logits fp32 ``[M, V]`` of ``rows``, which are written to."""
+        turn, policy = self._turn, self.policy
+        logits[:, self.network.mask_token_id] = -torch.inf
+        chosen = choose_in(turn, scores(turn, logits, policy), policy)
+        committed = turn.positions[chosen]
+        self.tokens[committed] = logits.argmax(-1).cpu().numpy()[chosen]
+        self.undecided[committed] = False
+        self.nfe += 1
+
+    def end_early(self) -> None:
+        """Behind a commit: fill what is undecided with the end token where the policy stops by one."""
+        if self.undecided.any():
+            end_early(self.tokens, self.undecided, self._wanted, self._turn, self.policy, self.network.eos_token_ids)
 
 
 def generate(
@@ -132,15 +145,19 @@ def fill(
     on_step: Callable[[Canvas], None] | None = None,
 ) -> Reference:
     """Fill the undecided positions of a canvas; see ``generate``."""
-    c = denoiser.network
-    undecided, run, nfe = canvas.undecided.copy(), _Run(denoiser, torch.tensor(canvas.tokens), policy), 0
-    for turn in turns(undecided, policy, c.shift, steps):
-        undecided[run.take(turn)] = False
-        nfe += 1
+    run, device = Run(denoiser.network, canvas, policy, steps), denoiser.embed.weight.device
+    cache: list[Past] = []
+    while (span := run.advance()) is not None:
+        past = None if run.is_whole else [outside(kept, span) for kept in cache]
+        ids = torch.from_numpy(run.tokens[span.first : span.last]).to(device)
+        positions = torch.arange(span.first, span.last, device=device)
+        hidden, presents = denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
+        if span.is_stored:
+            cache = cache or presents
+            for kept, new in zip(cache, presents, strict=True):
+                store(kept, new, span)
+        run.commit(denoiser.project(hidden[0, run.rows.to(device)]).float())
         if on_step is not None:
-            on_step(Canvas(run.canvas.cpu().numpy().copy(), undecided.copy()))
-        if undecided.any():
-            tokens = run.canvas.cpu().numpy()
-            end_early(tokens, undecided, canvas.undecided, turn, policy, c.eos_token_ids)
-            run.canvas = torch.from_numpy(tokens).to(run.device)
-    return Reference(run.canvas.tolist(), nfe)
+            on_step(run.canvas)
+        run.end_early()
+    return Reference(run.tokens.tolist(), run.nfe)

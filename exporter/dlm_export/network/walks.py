@@ -6,15 +6,18 @@ the rows that the loop computes, with the keys and values that this denoiser wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from dlm_export.network.denoiser import Block, Past
-from dlm_export.network.layered import Layered
+from dlm_export.network.layered import BATCH_TOKENS, Layered
 from dlm_export.network.reference import outside, store
-from dlm_export.network.turns import Walk
+from dlm_export.network.turns import Step, Walk
+
+_Pass = tuple[int, int]  # its walk and its number there
 
 
 class Walked:
@@ -23,25 +26,34 @@ class Walked:
     @torch.no_grad()
     def __init__(self, layered: Layered, walks: Sequence[Walk]) -> None:
         self.layered, self.walks = layered, walks
-        self._ids = [[torch.from_numpy(s.canvas[s.span.first : s.span.last]).unsqueeze(0) for s in walk] for walk in walks]
+        self._ids = [[torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks]
         self._states = [[layered.embed(ids).cpu() for ids in walk] for walk in self._ids]
+        self._batches = [batch for ready in _rounds(walks) for batch in self._together(ready)]
 
     @torch.no_grad()
     def through(self, i: int, block: Block) -> None:
         """Every pass through layer ``i``."""
-        for walk, ids, states in zip(self.walks, self._ids, self._states, strict=True):
-            cache: Past | None = None
-            for number, step in enumerate(walk):
-                span, past = step.span, None
-                if (span.first, span.last) != (0, len(step.canvas)):
-                    assert cache is not None
-                    past = outside(cache, span)
-                x = states[number].to(self.layered.device)
-                out, new = block(x, *self.layered.beside(i, ids[number], span.first, past))
-                states[number] = out.cpu()
-                if span.is_stored:
-                    cache = cache or new
-                    store(cache, new, span)
+        caches: dict[int, Past] = {}
+        for batch in self._batches:
+            steps = [self.walks[walk][number] for walk, number in batch]
+            x = torch.cat([self._states[walk][number] for walk, number in batch]).to(self.layered.device)
+            past = [
+                None if _is_whole(step) else outside(caches[walk], step.span)
+                for (walk, _), step in zip(batch, steps, strict=True)
+            ]
+            spans = [(step.span.first, step.span.last) for step in steps]
+            out, (keys, values) = block(x.unsqueeze(0), *self.layered.packed(i, spans, past))
+            start = 0
+            for (walk, number), step in zip(batch, steps, strict=True):
+                own = slice(start, start + len(self._ids[walk][number]))
+                start = own.stop
+                self._states[walk][number] = out[0, own].cpu()
+                if not step.span.is_stored:
+                    continue
+                if walk not in caches:
+                    caches[walk] = (keys[:, :, own].clone(), values[:, :, own].clone())
+                else:
+                    store(caches[walk], (keys[:, :, own], values[:, :, own]), step.span)
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
@@ -49,8 +61,41 @@ class Walked:
         norm = self.layered.final_norm()
         return [
             [
-                norm(states[0, torch.from_numpy(step.rows - step.span.first)].to(self.layered.device)).cpu()
+                norm(states[torch.from_numpy(step.rows - step.span.first)].to(self.layered.device)).cpu()
                 for step, states in zip(walk, found, strict=True)
             ]
             for walk, found in zip(self.walks, self._states, strict=True)
         ]
+
+    def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
+        """Passes of any length in batches of ``BATCH_TOKENS``, a pass at least."""
+        batch: list[_Pass] = []
+        tokens = 0
+        for walk, number in ready:
+            own = len(self._ids[walk][number])
+            if batch and tokens + own > BATCH_TOKENS:
+                yield batch
+                batch, tokens = [], 0
+            batch.append((walk, number))
+            tokens += own
+        if batch:
+            yield batch
+
+
+def _is_whole(step: Step) -> bool:
+    return (step.span.first, step.span.last) == (0, len(step.canvas))
+
+
+def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
+    """All passes, those together that need nothing of each other."""
+    for ready in itertools.zip_longest(*map(_stretches, walks), fillvalue=()):
+        yield [(walk, number) for walk, numbers in enumerate(ready) for number in numbers]
+
+
+def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
+    """A walk's passes in order: one that is stored alone, and all up to the next such one together."""
+    for is_stored, run in itertools.groupby(range(len(walk)), lambda number: walk[number].span.is_stored):
+        if is_stored:
+            yield from ([number] for number in run)
+        else:
+            yield list(run)

@@ -33,18 +33,18 @@ from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import gptq, modelopt
 from dlm_export.quantising.gptq import Gram
 from dlm_export.quantising.solved import Solved
-from dlm_export.workplace import Workplace
+from dlm_export.workplace import Workplace, multiplies_bf16
 
 AWQ_ROWS = 256
 
 
 LARGE = 500_000_000
-"""Parameters from which calibration holds a denoiser in bf16, half the memory: ranges need no more. Judging takes fp32."""
+"""Parameters from which calibration computes in bf16 where the device can: ranges need no more. Judging takes fp32."""
 
 
-def holding_dtype(network: NetworkSpec) -> torch.dtype:
-    """The element type that calibration holds a denoiser in."""
-    return torch.bfloat16 if network.parameter_count() > LARGE else torch.float32
+def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
+    """The element type that calibration computes in."""
+    return torch.bfloat16 if network.parameter_count() > LARGE and multiplies_bf16(device) else torch.float32
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
@@ -226,7 +226,7 @@ def _sweep(
 ) -> None:
     """Fold, observe and solve, layer by layer; what follows the last one is the head's."""
     c, recipe = done.parameters.network, done.recipe
-    layered = families.layered(done.parameters, c, holding_dtype(c), workplace.device)
+    layered = families.layered(done.parameters, c, computing_dtype(c, workplace.device), workplace.device)
     canvases = [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=workplace.activation_bytes, folder=workplace.folder)
     seen = _Seen(states, c.mask_token_id, layered.device)
@@ -374,7 +374,7 @@ def _fold(done: Quantisation, observers: Observers, sites: Mapping[str, Sequence
 
 def _load(done: Quantisation) -> Denoiser:
     c = done.parameters.network
-    return families.load(done.parameters, c, holding_dtype(c))
+    return families.load(done.parameters, c, computing_dtype(c, torch.device("cpu")))
 
 
 def batch(state: State) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from dlm_calibration.states import (
     Sample,
     State,
+    Trajectories,
     builtin_samples,
     make_states,
     random_tokens,
@@ -19,12 +20,13 @@ from dlm_calibration.states import (
     samples_sha256,
 )
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dlm_export.network.denoiser import Denoiser
+    from dlm_export.network.layered import Layered
     from dlm_export.sources import Source
 
 CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: used where no other data is named
@@ -32,6 +34,7 @@ MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
 """Shares of independently masked, trajectory and clean states: CALIBRATION.md's default, and what other tools do."""
 JUDGED_EVERY = 4  # of one file's samples, every fourth is kept for judging and never calibrated on
 RANDOM_LENGTH = 64  # tokens of a random sample, half of it prompt
+TRAJECTORY_PASSES = 16  # a block at most: a denoiser that is sure of nothing would take one a token
 
 
 @dataclass(frozen=True)
@@ -137,31 +140,41 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
     return [Sample(random_tokens(length, c.vocab_size, special, rng), length // 2, None, None) for _ in range(count)]
 
 
-def make_trajectory(denoiser: Denoiser, policy: Policy, on_done: Callable[[], None]) -> Callable[[Sample], list[np.ndarray]]:
-    """A sample's canvases under a policy: before the first pass and after each one, its response masked."""
-    from dlm_export.network import reference  # here: data is read, and bundles are judged by it, without torch
+def trajectories(layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]) -> Trajectories:
+    """Samples' canvases under a policy: before the first pass and after each one, their responses masked.
 
-    c = denoiser.network
+    A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``. ``on_done`` is called a sample.
+    """
+    from dlm_export.network import lockstep  # here: data is read, and bundles are judged by it, without torch
+
+    c = layered.network
     block_length = policy.block_length or 32
+    if policy.commit == "threshold":
+        policy = replace(policy, commit="dynamic", steps_per_block=min(block_length, TRAJECTORY_PASSES))
 
-    def run(sample: Sample) -> list[np.ndarray]:
-        start = sample.prompt_length or max(1, len(sample.tokens) // 2)
-        room = c.max_canvas_length - start
-        length = min(room, -(-(len(sample.tokens) - start) // block_length) * block_length)
-        prompt = sample.tokens[:start].tolist()
-        canvases = [np.array([*prompt, *[c.mask_token_id] * length], np.int64)]
-        if length > 0:
-            reference.generate(denoiser, prompt, policy, length, on_step=lambda canvas: canvases.append(canvas.tokens))
-        on_done()
-        return canvases
+    def start(sample: Sample) -> Canvas:
+        prompt_length = sample.prompt_length or max(1, len(sample.tokens) // 2)
+        room = c.max_canvas_length - prompt_length
+        length = min(room, -(-(len(sample.tokens) - prompt_length) // block_length) * block_length)
+        return start_canvas(sample.tokens[:prompt_length].tolist(), length, c.mask_token_id)
+
+    def run(samples: Sequence[Sample]) -> Iterator[list[np.ndarray]]:
+        for course in lockstep.courses(layered, [start(sample) for sample in samples], policy, memory_bytes):
+            on_done()
+            yield [canvas.tokens for canvas in course]
 
     return run
 
 
 def calibration_states(
-    source: Source, denoiser: Denoiser, data: Data, options: CalibrationOptions, on_sample: Callable[[], None]
+    source: Source,
+    layered: Layered,
+    data: Data,
+    options: CalibrationOptions,
+    on_sample: Callable[[], None],
+    memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """The states of ``data.calibration``; ``on_sample`` is called once a sample, if trajectories are asked for."""
+    """The states of ``data.calibration``; see ``trajectories``, which are run if they are asked for."""
     c = source.network
     _, policy = threshold_preset(c, source.presets, options.preset)
     mix = MIXES[options.source]
@@ -174,5 +187,5 @@ def calibration_states(
         per_sample=options.states_per_sample,
         mix=mix,
         seed=options.seed,
-        trajectory=make_trajectory(denoiser, policy, on_sample) if mix[1] else None,
+        trajectories=trajectories(layered, policy, memory_bytes, on_sample) if mix[1] else None,
     )

@@ -1,0 +1,124 @@
+"""Many requests under the unmasking loop at once: each step computes the next pass of all of them, a layer at a time.
+
+A layer is read once a step, and the rows of all passes go through its matrices together; attention is each pass's own. What is
+held is a layer, the keys and values of the requests under way, and one step's hidden states. Equal to ``reference``, request by
+request, as far as sums of floats in another order allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dlm_export.network.denoiser import Block, Past
+from dlm_export.network.layered import BATCH_TOKENS, Head, Layered
+from dlm_export.network.reference import Run, outside, store
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Canvas
+from dlm_runtime.policy import Policy
+
+HELD = 250_000_000
+"""Parameters up to which all layers are held while requests run, a gigabyte in fp32, if that is half of the memory given."""
+SCORED_ROWS = 256  # whose logits are held at a time
+
+
+class _Course:
+    """One request under way: what it has come to after each pass, and its cache."""
+
+    def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
+        self.run = Run(network, canvas, policy)
+        self.canvases = [canvas]
+        self.cache: list[Past] = []
+        self.span = self.run.advance()
+
+    def past(self, i: int) -> Past | None:
+        """Layer ``i``'s cached keys and values of the rows that the pass does not compute."""
+        assert self.span is not None
+        return None if self.run.is_whole else outside(self.cache[i], self.span)
+
+    def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
+        """Take a pass's keys and values ``[1, Hkv, T, D]`` of layer ``i``, if it stores them."""
+        assert self.span is not None
+        if not self.span.is_stored:
+            return
+        if len(self.cache) == i:
+            self.cache.append((keys.clone(), values.clone()))
+        else:
+            store(self.cache[i], (keys, values), self.span)
+
+    def commit(self, logits: Tensor) -> None:
+        self.run.commit(logits)
+        self.canvases.append(self.run.canvas)
+        self.run.end_early()
+        self.span = self.run.advance()
+        if self.span is None:
+            self.cache = []
+
+
+@torch.no_grad()
+def courses(
+    layered: Layered, canvases: Sequence[Canvas], policy: Policy, memory_bytes: int | None = None
+) -> Iterator[list[Canvas]]:
+    """Of each canvas, in their order, what it was before the first pass and after each one.
+
+    As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in ``memory_bytes`` (None: any);
+    one at least.
+    """
+    held = None
+    if layered.network.parameter_count() <= min(HELD, math.inf if memory_bytes is None else memory_bytes // 8):
+        held = [layered.block(i) for i in range(len(layered.network.layers))]
+    most = BATCH_TOKENS
+    if policy.cache != "none" and memory_bytes is not None:
+        most = min(most, memory_bytes // 2 // cache_bytes(layered))
+    head, norm = layered.head(), layered.final_norm()
+    waiting = deque(_Course(layered.network, canvas, policy) for canvas in canvases)
+    under_way: deque[_Course] = deque()
+    while waiting or under_way:
+        step = [course for course in under_way if course.span is not None]
+        tokens = sum(len(course.run.tokens) for course in step)
+        while waiting and (not step or tokens + len(waiting[0].run.tokens) <= most):
+            under_way.append(waiting.popleft())
+            if under_way[-1].span is not None:
+                step.append(under_way[-1])
+                tokens += len(step[-1].run.tokens)
+        if step:
+            _make_passes(layered, held, norm, head, step)
+        while under_way and under_way[0].span is None:
+            yield under_way.popleft().canvases
+
+
+def cache_bytes(layered: Layered) -> int:
+    """Of keys and values, a token."""
+    heads = sum(kv_heads * head_size for kv_heads, head_size in layered.network.cache_shapes())
+    return 2 * heads * layered.dtype.itemsize
+
+
+def _make_passes(
+    layered: Layered, held: Sequence[Block] | None, norm: torch.nn.Module, head: Head, step: Sequence[_Course]
+) -> None:
+    """The next pass of every course, and its commit."""
+    spans = [(course.span.first, course.span.last) for course in step if course.span is not None]
+    ids = [torch.from_numpy(c.run.tokens[first:last]) for c, (first, last) in zip(step, spans, strict=True)]
+    x = layered.embed(torch.cat(ids).unsqueeze(0))
+    for i in range(len(layered.network.layers)):
+        block = layered.block(i) if held is None else held[i]
+        x, present = block(x, *layered.packed(i, spans, [course.past(i) for course in step]))
+        parts = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
+        for course, keys, values in zip(step, *parts, strict=True):
+            course.keep(i, keys, values)
+    starts = itertools.accumulate(map(len, ids), initial=0)
+    scored: list[_Course] = []
+    rows: list[Tensor] = []
+    for course, start in zip(step, starts, strict=False):
+        scored.append(course)
+        rows.append(course.run.rows + start)
+        if sum(map(len, rows)) >= SCORED_ROWS or course is step[-1]:
+            logits = head(norm(x[0, torch.cat(rows).to(x.device)]))
+            for one, own in zip(scored, torch.split(logits, [len(own) for own in rows]), strict=True):
+                one.commit(own)
+            scored, rows = [], []
