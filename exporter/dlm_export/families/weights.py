@@ -250,7 +250,9 @@ def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows:
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
-    if found is None or dtype not in (None, found.dtype):
+    if found is not None and dtype == torch.float32:
+        found = found.to(dtype)  # in its order of memory
+    elif found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
             found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(torch.bfloat16)
         else:
