@@ -55,7 +55,7 @@ class Part:
 def cut(model: ir.Model) -> list[Part]:
     """The parts of a graph in their order. A node without a layer's path lies where its inputs are complete."""
     graph = model.graph
-    layers = [_block_of(node) for node in graph]
+    layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
     made_in = dict.fromkeys(graph.inputs, 0)
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it reads of others
@@ -79,7 +79,8 @@ def cut(model: ir.Model) -> list[Part]:
     return [Part(name, _extract(model, list(crossing[i]), list(given[i]))) for i, name in enumerate(names)]
 
 
-def _block_of(node: ir.Node) -> int | None:
+def block_of(node: ir.Node) -> int | None:
+    """The number of the layer that a node belongs to; None of no layer's."""
     path = node.metadata_props.get(LAYER_KEY, "")
     return int(path.split(".")[1]) if path.startswith(BLOCKS) else None
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K
+from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K, repeat
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 
@@ -133,10 +133,11 @@ def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_de
 def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
     """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``graph.PRECISIONS``.
 
-    ``is_plain``: in operators of opset 21.
+    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21.
     """
     dtype = _DTYPES[precision]
-    c = network
+    layers = repeat.kinds(network)
+    c = replace(network, layers=tuple(network.layers[layers.index(kind)] for kind in range(max(layers) + 1)))
     with torch.device("meta"):
         module = Pass(Denoiser(c, is_plain)).eval()
     module.denoiser.to(dtype)
@@ -169,15 +170,16 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     model.graph.metadata_props.clear()  # torch's own, longer than the graph
     _name_layers(model)
     _simplify_reshapes(model)
-    passes.CommonSubexpressionEliminationPass()(passes.IdentityEliminationPass()(model).model)
-    passes.RemoveUnusedNodesPass()(model)
-    _name_axes(model, c)
-    if is_plain:  # all operators that are left have been the same since
-        model.graph.opset_imports[""] = PLAIN_OPSET
+    passes.RemoveUnusedNodesPass()(passes.IdentityEliminationPass()(model).model)
     held = {name.removeprefix("denoiser.") for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for name in held & model.graph.initializers.keys():
         model.graph.initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
-    return Graph(model, c, dtype)
+    model.graph = repeat.repeat(model.graph, layers)
+    passes.CommonSubexpressionEliminationPass()(model)
+    _name_axes(model, network)
+    if is_plain:  # all operators that are left have been the same since
+        model.graph.opset_imports[""] = PLAIN_OPSET
+    return Graph(model, network, dtype)
 
 
 def _name_layers(model: ir.Model) -> None:

@@ -251,7 +251,7 @@ class Denoiser(nn.Module):
         x = self.embed(input_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
         cached = 0 if past is None else past[0][0].shape[2]
-        rules = {layer.attention.visible_block for layer in self.network.layers}
+        rules = dict.fromkeys(layer.attention.visible_block for layer in self.network.layers)
         is_visible = {rule: visible_keys(rule, position_ids, cached) for rule in rules}
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):

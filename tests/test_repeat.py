@@ -1,0 +1,121 @@
+"""A graph whose layers are traced once a kind and repeated is the one whose layers are all traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from networks import make_network
+from traces import trace_once
+
+from dlm_export.graph import LAYER_KEY, repeat
+from dlm_export.graph.trace import Graph, trace_pass
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
+
+
+def mixed() -> NetworkSpec:
+    """Three kinds of layers, none of which comes in one run."""
+    turned = AttentionSpec(4, 2, 8, Rope(1e4, 0.5), qk_norm=True, qkv_bias=True, out_bias=True)
+    seeing = AttentionSpec(2, 2, 12, Rope(1e5), visibility="block", block_length=4)
+    still = AttentionSpec(2, 1, 12, None, visibility="causal")
+    one = LayerSpec(turned, MlpSpec(20), 1e-6)
+    two = LayerSpec(seeing, MlpSpec(24), 1e-5, ("attention_norm", "mlp_norm", "mlp_out_norm"))
+    three = LayerSpec(still, MlpSpec(20), 1e-6, ("attention_out_norm", "mlp_norm"))
+    return make_network(layers=(one, two, one, three, two), tied_head=True)
+
+
+LLADA = make_network(layers=3)
+DREAM = make_network(family="dream", layers=3, heads=4, kv_heads=2, head_size=8, qkv_bias=True, shift=1)
+MIXED = mixed()
+
+
+def described(graph: ir.Graph) -> dict[str, Any]:
+    """All of a graph but the names of what nodes make, which are numbers here, in order."""
+    number = {value: i for i, value in enumerate(value for node in graph for value in node.outputs)}
+
+    def port(value: ir.Value | None) -> Any:
+        if value is None or value in number:
+            return value if value is None else number[value]
+        return value.name
+
+    def held(value: ir.Value) -> Any:
+        tensor = value.const_value
+        return value.name, value.type, value.shape, None if tensor is None else tensor.numpy().tolist()
+
+    def attribute(found: ir.Attr) -> Any:
+        return found.value.numpy().tolist() if found.type == ir.AttributeType.TENSOR else found.value
+
+    return {
+        "inputs": [held(value) for value in graph.inputs],
+        "outputs": [(*held(value), port(value)) for value in graph.outputs],
+        "initialisers": [held(value) for value in graph.initializers.values()],
+        "opsets": dict(graph.opset_imports),
+        "nodes": [
+            (
+                node.domain,
+                node.op_type,
+                node.metadata_props,
+                {name: (found.type, attribute(found)) for name, found in node.attributes.items()},
+                [port(value) for value in node.inputs],
+                [(value.type, value.shape) for value in node.outputs],
+            )
+            for node in graph
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("network", "precision", "is_plain"),
+    [
+        pytest.param(LLADA, "fp32", False, id="llada"),
+        pytest.param(DREAM, "bf16", False, id="dream"),
+        pytest.param(replace(DREAM, tied_head=True), "fp32", True, id="dream-tied-plain"),
+        pytest.param(MIXED, "fp32", False, id="mixed"),
+        pytest.param(MIXED, "bf16", True, id="mixed-plain"),
+    ],
+)
+def test_repeated_layers_are_the_traced_ones(
+    network: NetworkSpec, precision: str, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = trace_pass(network, precision, is_plain=is_plain).model.graph
+    monkeypatch.setattr(repeat, "kinds", lambda network: list(range(len(network.layers))))
+    whole = described(trace_pass(network, precision, is_plain=is_plain).model.graph)
+    assert len({value.name for node in found for value in node.outputs}) == len([v for node in found for v in node.outputs])
+    for name, part in described(found).items():
+        assert part == whole[name], name
+
+
+def test_kinds_are_counted_as_they_appear() -> None:
+    assert repeat.kinds(MIXED) == [0, 1, 0, 2, 1]
+    assert repeat.kinds(DREAM) == [0, 0, 0]
+
+
+def _traced_in_two() -> Graph:
+    layers = tuple(LayerSpec(AttentionSpec(2, 2, 16, Rope(1e4)), MlpSpec(size), 1e-6) for size in (64, 48))
+    return trace_once(make_network(layers=layers), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("reader", "read", "told"),
+    [
+        ("blocks.1.mlp_norm", "blocks.0.mlp", r"\['blocks\.0\.add\w*', 'blocks\.0\.mul\w*'\] where the residual stream alone"),
+        ("final_norm", "blocks.0.mlp", r"what is no layer reads blocks\.0\.mul\w*, which is neither its own, nor the stream"),
+        ("blocks.1.mlp_norm", "embed", "layer 1 reads embedding, which is neither its own, nor the stream, nor shared"),
+    ],
+)
+def test_layers_that_meet_elsewhere_are_refused(reader: str, read: str, told: str) -> None:
+    graph = _traced_in_two().model.graph
+    by_path = {node.metadata_props[LAYER_KEY]: node for node in graph}  # the last one of each
+    by_path[reader].replace_input_with(1, by_path[read].outputs[0])
+    with pytest.raises(AssertionError, match=told):
+        repeat.repeat(graph, [0, 1, 1])
+
+
+def test_a_layer_that_reads_anothers_parameters_is_refused() -> None:
+    graph = _traced_in_two().model.graph
+    norm = next(node for node in graph if node.metadata_props[LAYER_KEY] == "blocks.1.mlp_norm")
+    norm.replace_input_with(1, graph.initializers["blocks.0.mlp_norm.weight"])
+    with pytest.raises(AssertionError, match=r"layer 1 reads blocks\.0\.mlp_norm\.weight"):
+        repeat.repeat(graph, [0, 1])
