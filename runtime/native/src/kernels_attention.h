@@ -1,0 +1,194 @@
+// Attention over a cache.
+#pragma once
+
+#include "kernels_common.h"
+
+namespace {
+
+constexpr int kKeys = 64;  // whose scores are held at a time
+
+// x [D] turned by a row of the tables [D / 2], rotate-half.
+inline void turn(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+  int64_t d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const F c = simd::load(cos + d), s = simd::load(sin + d), first = simd::load(x + d), second = simd::load(x + half + d);
+    simd::store(out + d, simd::sub(simd::mul(first, c), simd::mul(second, s)));
+    simd::store(out + half + d, simd::add(simd::mul(second, c), simd::mul(first, s)));
+  }
+  for (; d < half; ++d) {
+    const float first = x[d], second = x[half + d];
+    out[d] = first * cos[d] - second * sin[d];
+    out[half + d] = second * cos[d] + first * sin[d];
+  }
+}
+
+// Attention of kQueries queries over the same keys, one a lane of kVectors vectors, with the softmax taken over keys as they
+// come (Milakov and Gimelshein, arXiv:1805.02867): no row of scores is ever whole.
+template <int kVectors>
+class Softmax {
+ public:
+  static constexpr int kQueries = kVectors * kLanes;
+
+  explicit Softmax(int64_t head_size) : head_size_(head_size) {
+    for (int64_t i = 0; i < head_size * kQueries; i += kLanes) simd::store(sums_ + i, simd::zero());
+    for (int v = 0; v < kVectors; ++v) largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
+  }
+
+  // One query's values [D], times `scale`, into its lane.
+  void set_query(int64_t lane, const float* query, float scale) {
+    for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
+  }
+
+  // `rows` keys and values [rows, D].
+  void add(const float* keys, const float* values, int64_t rows) {
+    for (int64_t from = 0; from < rows; from += kKeys) {
+      const int64_t count = least(kKeys, rows - from);
+      score(keys + from * head_size_, count);
+      weigh(values + from * head_size_, count);
+    }
+  }
+
+  // One query's result [D].
+  void get_result(int64_t lane, float* out) const {
+    float total[kQueries];
+    for (int v = 0; v < kVectors; ++v) simd::store(total + v * kLanes, total_[v]);
+    for (int64_t d = 0; d < head_size_; ++d) out[d] = sums_[d * kQueries + lane] / total[lane];
+  }
+
+ private:
+  void score(const float* keys, int64_t count) {
+    F largest[kVectors];
+    for (int v = 0; v < kVectors; ++v) largest[v] = largest_[v];
+    for (int64_t from = 0; from < count; from += simd::kKeyBlock) {
+      const int64_t there = least(simd::kKeyBlock, count - from);
+      constexpr int kSums = simd::kKeyBlock * kVectors;
+      F sums[kSums];
+      const float* rows[simd::kKeyBlock];
+      unroll<simd::kKeyBlock>([&](auto j) __attribute__((always_inline)) {
+        rows[j] = keys + (from + least(j, there - 1)) * head_size_;  // the last one again where there are fewer
+      });
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
+      for (int64_t d = 0; d < head_size_; ++d) {
+        F queries[kVectors];
+        unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+          queries[v] = simd::load(queries_ + d * kQueries + v * kLanes);
+        });
+        unroll<simd::kKeyBlock>([&](auto j) __attribute__((always_inline)) {
+          const F key = simd::set(rows[j][d]);
+          unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+            sums[j * kVectors + v] = simd::fma(key, queries[v], sums[j * kVectors + v]);
+          });
+        });
+      }
+      float* const out = scores_ + from * kQueries;
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        constexpr int v = i % kVectors;
+        largest[v] = simd::max(sums[i], largest[v]);  // of a NaN nothing: it comes back through the exponential
+        simd::store(out + i * kLanes, sums[i]);
+      });
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      shrink_[v] = exp2(simd::sub(largest_[v], largest[v]));
+      F total = simd::mul(total_[v], shrink_[v]);
+      for (int64_t j = 0; j < count; ++j) {
+        float* const at = scores_ + j * kQueries + v * kLanes;
+        const F weight = exp2(simd::sub(simd::load(at), largest[v]));
+        simd::store(at, weight);
+        total = simd::add(total, weight);
+      }
+      total_[v] = total;
+      largest_[v] = largest[v];
+    }
+  }
+
+  void weigh(const float* values, int64_t count) {
+    constexpr int kTogether = simd::kKeyBlock;
+    int64_t d = 0;
+    for (; d + kTogether <= head_size_; d += kTogether) weigh<kTogether>(values, count, d);
+    for (; d < head_size_; ++d) weigh<1>(values, count, d);
+  }
+
+  template <int kTogether>
+  void weigh(const float* values, int64_t count, int64_t d) {
+    constexpr int kSums = kTogether * kVectors;
+    F sums[kSums];
+    float* const out = sums_ + d * kQueries;
+    unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+      sums[i] = simd::mul(simd::load(out + i * kLanes), shrink_[i % kVectors]);
+    });
+    const float* value = values + d;
+    const float* weight = scores_;
+    for (int64_t j = 0; j < count; ++j, value += head_size_, weight += kQueries) {
+      F weights[kVectors];
+      unroll<kVectors>([&](auto v) __attribute__((always_inline)) { weights[v] = simd::load(weight + v * kLanes); });
+      unroll<kTogether>([&](auto i) __attribute__((always_inline)) {
+        const F one = simd::set(value[i]);
+        unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+          sums[i * kVectors + v] = simd::fma(one, weights[v], sums[i * kVectors + v]);
+        });
+      });
+    }
+    unroll<kSums>([&](auto i) __attribute__((always_inline)) { simd::store(out + i * kLanes, sums[i]); });
+  }
+
+  const int64_t head_size_;
+  F largest_[kVectors], total_[kVectors], shrink_[kVectors];
+  alignas(64) float scores_[kKeys * kQueries];
+  alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
+  alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
+};
+
+// The new keys and values of one head in the cache's layout.
+inline void keep_new_rows(const dlm::CachedAttention& a, int64_t b, int64_t kv_head) {
+  const int64_t D = a.head_size, half = D / 2, T = a.tokens;
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t from = ((b * T + t) * a.kv_heads + kv_head) * D, to = ((b * a.kv_heads + kv_head) * T + t) * D;
+    const int64_t position = a.positions[b * T + t];
+    turn(a.k + from, a.cos + position * half, a.sin + position * half, half, a.present_keys + to);
+    __builtin_memcpy(a.present_values + to, a.v + from, static_cast<size_t>(D) * sizeof(float));
+  }
+}
+
+// The queries of all heads that share keys are taken together, in order of token and head.
+template <int kVectors>
+void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+  constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
+  const int64_t D = a.head_size, half = D / 2, T = a.tokens, S = a.cached, group = a.heads / a.kv_heads;
+  const int64_t queries = T * group, tiles = (queries + kQueries - 1) / kQueries, caches = a.batch * a.kv_heads;
+  if (tiles > 1) {  // whose tasks all read the new rows
+    parallel.each(static_cast<size_t>(caches), [&](size_t i) {
+      keep_new_rows(a, static_cast<int64_t>(i) / a.kv_heads, static_cast<int64_t>(i) % a.kv_heads);
+    });
+  }
+  // Scores are powers of two: the scale of the exponential goes into the queries.
+  const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
+  parallel.each(static_cast<size_t>(caches * tiles), [&](size_t i) {
+    const int64_t cache = static_cast<int64_t>(i) / tiles, b = cache / a.kv_heads, kv_head = cache % a.kv_heads;
+    const int64_t first = static_cast<int64_t>(i) % tiles * kQueries, last = least(first + kQueries, queries);
+    if (tiles == 1) keep_new_rows(a, b, kv_head);
+    const auto offset = [&](int64_t query) {  // of its row in q and y
+      return ((b * T + query / group) * a.heads + kv_head * group + query % group) * D;
+    };
+    Softmax<kVectors> softmax(D);
+    alignas(64) float row[dlm::kLargestHeadSize];
+    for (int64_t lane = 0; lane < kQueries; ++lane) {
+      const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
+      const int64_t position = a.positions[b * T + query / group];
+      turn(a.q + offset(query), a.cos + position * half, a.sin + position * half, half, row);
+      softmax.set_query(lane, row, scale);
+    }
+    softmax.add(a.past_keys + cache * S * D, a.past_values + cache * S * D, S);
+    softmax.add(a.present_keys + cache * T * D, a.present_values + cache * T * D, T);
+    for (int64_t query = first; query < last; ++query) softmax.get_result(query - first, a.y + offset(query));
+  });
+}
+
+void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+  // A few queries do not fill the lanes: then one vector of them is enough.
+  if (a.tokens * (a.heads / a.kv_heads) <= kLanes)
+    attend<1>(a, parallel);
+  else
+    attend<simd::kQueryVectors>(a, parallel);
+}
+
+}  // namespace
