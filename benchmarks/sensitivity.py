@@ -31,7 +31,7 @@ from dlm_export.sources import Source, open_source
 sys.path.insert(0, str(ROOT / "tests"))
 from checkpoints import dream_config, llada_config, write_checkpoint
 
-FORMATS = ("int8-dynamic", "int4-g32")
+FORMATS = ("int8-dynamic", "int4-g32-dynamic")
 TOKENS = {"vocab_size": 1000, "mask_token_id": 990, "eos_token_id": 991, "pad_token_id": 991}
 LLADA = {"d_model": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "mlp_hidden_size": 512, "embedding_size": 1000} | TOKENS
 DREAM = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512} | TOKENS

@@ -100,7 +100,7 @@ def _check_same(before: dict[str, np.ndarray], after: dict[str, np.ndarray], tol
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn"])
 def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
     before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
     # The functions are inlined, so only the order in which the engine sums may differ; fp32 logits are around 10.
@@ -119,6 +119,14 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
         "Int8GatedLinear": layers,
         "Int8Linear": 2 * layers + 1,  # behind attention, down, the head
     }
+    assert _calls(_load(built(family, "int4-rtn", True))) == {
+        "CachedAttention": layers,
+        "Candidates": 1,
+        "Int4Linear3": layers,
+        "Int4GatedLinear": layers,
+        "Int4Linear": 2 * layers,
+        "Int8Linear": 1,  # the head
+    }
     assert _calls(_load(built(family, "int8", False))) == {
         "Attention": layers,
         "RotaryEmbedding": 2 * layers,
@@ -131,7 +139,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_graph_declares_the_functions_that_it_calls_and_no_others(built: Build, family: str) -> None:
-    for precision in ("fp32", "int8"):
+    for precision in ("fp32", "int8", "int4-rtn"):
         model = _load(built(family, precision, True))
         called = {node.op_type for node in model.graph.node if node.domain == functions.DOMAIN}
         assert {function.name for function in model.functions} >= called
@@ -286,6 +294,17 @@ def test_an_int8_layer_without_its_neighbours_is_named(llada_checkpoint: Path) -
     fused = fuse.fuse(traced)
     assert fused.plain == dict.fromkeys(alone, "the only INT8 layer over its input")
     assert fused.calls == {"CachedAttention": 2, "Int8Linear": 3, "Int8GatedLinear": 1, "Candidates": 1}
+
+
+def test_layers_are_put_together_with_those_of_their_own_groups(llada_checkpoint: Path) -> None:
+    traced = trace_once(_network(llada_checkpoint), "fp32")
+    chosen = {"q": "int4-g32-dynamic", "k": "int4-g64-dynamic", "v": "int4-g32-dynamic"}
+    quantise.rewrite(traced, {f"blocks.0.attention.{layer}": name for layer, name in chosen.items()}, {})
+    fused = fuse.fuse(traced)
+    assert fused.plain == {"blocks.0.attention.k": "the only INT4 layer over its input"}
+    assert fused.calls == {"CachedAttention": 2, "Int4Linear": 1, "Int4Linear2": 1, "Candidates": 1}
+    sizes = {node.op_type: node.attributes.get_int("group_size") for node in traced.model.graph if "Int4" in node.op_type}
+    assert sizes == {"Int4Linear": 64, "Int4Linear2": 32}
 
 
 def test_what_keeps_plain_operators_is_said_by_the_build_and_by_inspect(llada_checkpoint: Path, tmp_path: Path) -> None:

@@ -34,22 +34,26 @@ from dlm_runtime import DlmError, EngineError, RequestError, _native
 
 SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
 # Dream has grouped queries and biases. In NVFP4 weights alone: rounding of activations is no kernel's.
-BUNDLES = ("llada-fp32", "dream-fp32", "llada-int8", "dream-int8", "dream-nvfp4")
+BUNDLES = ("llada-fp32", "dream-fp32", "llada-int8", "dream-int8", "llada-int4", "dream-int4", "dream-nvfp4")
+BY_ROWS = ("int8", "int4")  # precisions that quantise activations
 GRAPH = "denoiser.onnx"
 LONGEST = 60  # tokens of a pass: numpy.choose, with which onnx.reference gathers rows, takes 64 arrays in all
 # Kernels sum in another order and their exponentials are within 2e-7: 5e-6 of logits around 10 was seen.
 TOLERANCE = 1e-4
-# In INT8 an activation between two codes may then go to either, and every layer behind sees it: 0.1 was seen, half of the rows
-# within 0.01. Products that saturate are off by 3.
+# In INT8 and INT4 an activation between two codes may then go to either, and every layer behind sees it: 0.1 was seen, half of
+# the rows within 0.01. Products that saturate are off by 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
 @pytest.fixture(scope="session")
-def int8_bundles(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def row_bundles(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Those of ``BUNDLES`` in ``BY_ROWS``."""
     built = {}
-    for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
-        built[family] = tmp_path_factory.mktemp("int8") / family
-        build_bundle(checkpoint, built[family], BuildOptions(precision="int8", check_parity=False, quantise=SMALL))
+    for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
+        for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
+            name = f"{family}-{precision}"
+            built[name] = tmp_path_factory.mktemp(precision) / family
+            build_bundle(checkpoint, built[name], BuildOptions(precision=recipe, check_parity=False, quantise=SMALL))
     return built
 
 
@@ -61,10 +65,10 @@ def nvfp4_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def bundles(llada_bundle: Path, dream_bundle: Path, int8_bundles: dict[str, Path], nvfp4_bundle: Path) -> dict[str, Path]:
+def bundles(llada_bundle: Path, dream_bundle: Path, row_bundles: dict[str, Path], nvfp4_bundle: Path) -> dict[str, Path]:
     """Those of ``BUNDLES``; none may be changed."""
-    int8 = int8_bundles["llada"], int8_bundles["dream"]
-    return dict(zip(BUNDLES, (llada_bundle, dream_bundle, *int8, nvfp4_bundle), strict=True))
+    found = {"llada-fp32": llada_bundle, "dream-fp32": dream_bundle, **row_bundles, "dream-nvfp4": nvfp4_bundle}
+    return {name: found[name] for name in BUNDLES}
 
 
 def choices(bundle: Path) -> list[str]:
@@ -106,7 +110,7 @@ def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.
 
 
 def check_logits(name: str, got: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(got - expected).max() < (INT8_TOLERANCE if name.endswith("int8") else TOLERANCE)
+    assert np.abs(got - expected).max() < (INT8_TOLERANCE if name.endswith(BY_ROWS) else TOLERANCE)
 
 
 # ---- Functions and kernels ----
@@ -122,7 +126,7 @@ def test_kernels_compute_what_the_functions_in_the_graph_say(bundles: dict[str, 
             check_logits(name, got, expected)
             assert np.median(np.abs(got - expected)) < INT8_MEDIAN
             agreeing = (got.argmax(-1) == expected.argmax(-1)).mean()
-            assert agreeing == 1 or (name.endswith("int8") and agreeing > 0.9)
+            assert agreeing == 1 or (name.endswith(BY_ROWS) and agreeing > 0.9)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -160,7 +164,7 @@ def test_number_of_threads_does_not_change_a_bit(bundles: dict[str, Path], name:
     for threads in (1, 2, 3):
         with dlm_runtime.open(bundles[name], threads=threads) as opened:
             found.append(opened.logits(tokens))
-    if not name.endswith("int8"):  # ONNX Runtime's own products are split by threads
+    if not name.endswith(BY_ROWS):  # ONNX Runtime's own products are split by threads
         assert np.abs(found[0] - found[1]).max() < TOLERANCE
     else:
         assert (found[0] == found[1]).all()
@@ -273,7 +277,7 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
     return _replaced(op_type, index, np.ones(shape, np.float32))
 
 
-GATE, MERGED, NVFP4 = "Int8GatedLinear", "Int8Linear3", "NVFP4Linear"
+GATE, MERGED, INT4, NVFP4 = "Int8GatedLinear", "Int8Linear3", "Int4Linear", "NVFP4Linear"
 LIES: dict[str, tuple[str, Edit]] = {
     "more columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [65])),
     "fewer columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [32])),
@@ -302,6 +306,22 @@ LIES: dict[str, tuple[str, Edit]] = {
     "sums beyond 32 bits": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 1, 132_112), _panels(2, 132_112 // 4, 32, 4))),
     "an input that is one number": ("Int8Linear", _cut("Int8Linear", 0)),
     "an input of five dimensions": ("Int8Linear", _cut("Int8Linear", 0, 1, 1, 1, 3, 64)),
+    "fewer INT4 columns than panels": (INT4, _attribute(INT4, "columns", [32])),
+    "INT4 columns of one of three": ("Int4Linear3", _attribute("Int4Linear3", "columns", [64])),
+    "groups of no inputs": (INT4, _attribute(INT4, "group_size", 0)),
+    "groups of a negative number": (INT4, _attribute(INT4, "group_size", -32)),
+    "groups of an odd number": (INT4, _attribute(INT4, "group_size", 12)),
+    "groups of half as many inputs": (INT4, _attribute(INT4, "group_size", 16)),
+    "groups of twice as many inputs": (INT4, _attribute(INT4, "group_size", 64)),
+    "groups beyond all inputs": (INT4, _attribute(INT4, "group_size", (1 << 63) - 8)),
+    "group size missing": (INT4, _attribute(INT4, "group_size", None)),
+    "INT4 panels as those of INT8": (INT4, _replaced(INT4, 1, np.zeros((2, 16, 32, 4), np.uint8))),
+    "INT4 panels of nothing": (INT4, _replaced(INT4, 1, np.zeros((2, 0, 32, 4), np.uint8))),
+    "INT4 scales as those of INT8": (INT4, _cut(INT4, 2, 64)),
+    "INT4 scales in another order": (INT4, _cut(INT4, 2, 2, 32, 2)),
+    "an INT4 input of another width": (INT4, _cut(INT4, 0, 1, 3, 72)),
+    "an INT4 input of half a byte's": (INT4, _cut(INT4, 0, 1, 3, 60)),
+    "an INT4 input of no width": (INT4, _cut(INT4, 0, 1, 3, 0)),
     "fewer NVFP4 columns than panels": (NVFP4, _attribute(NVFP4, "columns", [32])),
     "no NVFP4 columns": (NVFP4, _attribute(NVFP4, "columns", [0])),
     "NVFP4 columns beyond all memory": (NVFP4, _attribute(NVFP4, "columns", [(1 << 63) - 1])),
@@ -347,12 +367,13 @@ LIES: dict[str, tuple[str, Edit]] = {
 
 
 @pytest.fixture
-def lying(int8_bundles: dict[str, Path], nvfp4_bundle: Path, tmp_path: Path) -> Callable[[str], Path]:
+def lying(bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     """Make the bundle of a lie; its manifest is right."""
 
     def make(name: str) -> Path:
-        honest = nvfp4_bundle if LIES[name][0] == NVFP4 else int8_bundles["llada"]
-        bundle = Path(shutil.copytree(honest, tmp_path / "bundle"))
+        operator = LIES[name][0]
+        honest = "dream-nvfp4" if operator == NVFP4 else "llada-int4" if operator.startswith("Int4") else "llada-int8"
+        bundle = Path(shutil.copytree(bundles[honest], tmp_path / "bundle"))
         model = onnx.load(bundle / GRAPH, load_external_data=False)
         LIES[name][1](model)
         onnx.save(model, bundle / GRAPH)
@@ -434,24 +455,43 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(groups: int, col
     assert (whole[:, columns:] == 0).all()
 
 
+def _by_definition(name: str, columns: int, given: dict[str, np.ndarray], **attributes: int) -> np.ndarray:
+    """The result of a linear layer's function, by its body."""
+    call = helper.make_node(name, list(given), ["y"], domain=functions.DOMAIN, columns=[columns], **attributes)
+    kinds = [helper.np_dtype_to_tensor_dtype(value.dtype) for value in given.values()]
+    ports = [helper.make_tensor_value_info(port, kind, None) for port, kind in zip(given, kinds, strict=True)]
+    graph = helper.make_graph([call], "g", ports, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)])
+    body = ir.to_proto(functions._DEFINITIONS[name]())
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(functions.DOMAIN, 1)]
+    model = helper.make_model(graph, functions=[body], opset_imports=imports)
+    return np.asarray(ReferenceEvaluator(model).run(["y"], given)[0])
+
+
 @settings(max_examples=100, deadline=None)
 @given(groups=st.integers(1, 6), columns=st.integers(1, 100), seed=st.integers(0, 9))
 def test_nvfp4_panels_hold_every_code_and_scale_where_the_function_looks_for_them(groups: int, columns: int, seed: int) -> None:
     w = np.random.default_rng(seed).normal(size=(16 * groups, columns)).astype(np.float32)
     weight = quantise_weight(w, "nvfp4")
+    panels, scales = functions.nvfp4_panels(weight.codes), functions.panel_scales(weight.scales)
     x = np.eye(16 * groups, dtype=np.float32)
-    inputs = ("x", "panels", "scales", "global_scale")
-    call = helper.make_node(NVFP4, inputs, ["y"], domain=functions.DOMAIN, columns=[columns])
-    kinds = (onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT)
-    ports = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(inputs, kinds, strict=True)]
-    graph = helper.make_graph([call], "g", ports, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)])
-    body = ir.to_proto(functions._DEFINITIONS[NVFP4]())
-    imports = [helper.make_opsetid("", 23), helper.make_opsetid(functions.DOMAIN, 1)]
-    model = helper.make_model(graph, functions=[body], opset_imports=imports)
-    panels, scales = functions.nvfp4_panels(weight.codes), functions.nvfp4_panel_scales(weight.scales)
-    feeds = dict(zip(inputs, (x, panels, scales, np.asarray(weight.global_scale)), strict=True))
-    (found,) = ReferenceEvaluator(model).run(["y"], feeds)
-    assert np.array_equal(np.asarray(found), weight.dequantise())
+    given = {"x": x, "panels": panels, "scales": scales, "global_scale": np.asarray(weight.global_scale)}
+    assert np.array_equal(_by_definition(NVFP4, columns, given), weight.dequantise())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pairs=st.integers(1, 20), columns=st.integers(1, 100), group_size=st.sampled_from([8, 24, 32, 128]), seed=st.integers(0, 9)
+)
+def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them(
+    pairs: int, columns: int, group_size: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight = quantise_weight(rng.normal(size=(8 * pairs, columns)).astype(np.float32), "int4", group_size=group_size)
+    weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)  # those that no weight rounds to as well
+    panels, scales = functions.int4_panels(weight.codes), functions.panel_scales(weight.scales.T)
+    x = 127 * np.eye(8 * pairs, dtype=np.float32)
+    found = _by_definition(INT4, columns, {"x": x, "panels": panels, "scales": scales}, group_size=group_size)
+    assert np.array_equal(found, 127 * weight.dequantise())
 
 
 @pytest.mark.parametrize("name", BUNDLES)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dlm_calibration import pieces
 from dlm_calibration.formats import NUMBER_FORMATS, quantise_weight
 from dlm_calibration.pieces import Lazy, ahead, row_slices
+from dlm_calibration.recipes import RECIPES
 from dlm_export.build import build
 from dlm_export.building.options import BuildOptions
 from dlm_export.bundle import sha256
@@ -125,9 +126,8 @@ def test_what_is_written_in_pieces_is_what_the_manifest_hashes(
     report = build(source.path, tmp_path / "bundle", BuildOptions(precision=precision, check_parity=False))
     size = report.files_bytes[DATA_FILE]
     assert size - 4096 * len(counted) <= sum(counted) <= size
-    formats = dict.fromkeys(
-        source.network.quantisable(), {"int8": "int8-dynamic", "int4-rtn": "int4-g128"}.get(precision, "high")
-    )
+    layers = list(source.network.quantisable())
+    formats = RECIPES[precision].formats(layers) if precision in RECIPES else {}
     assert size <= write.data_bytes(source.network, "fp32", formats)
 
 

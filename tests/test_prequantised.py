@@ -25,7 +25,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, weight_fo
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.graph.functions import nvfp4_panel_scales, nvfp4_panels
+from dlm_export.graph.functions import nvfp4_panels, panel_scales
 
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 CONFIGS = {"llada": llada_config(n_kv_heads=2), "dream": dream_config()}
@@ -417,7 +417,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_si
     assert stored is not None
     if stored.weight.format == "nvfp4":  # in the order that its kernel reads
         assert tensors[f"{LAYER}.weight.panels"].tobytes() == nvfp4_panels(stored.weight.codes).tobytes()
-        assert tensors[f"{LAYER}.weight.panel_scales"].tobytes() == nvfp4_panel_scales(stored.weight.scales).tobytes()
+        assert tensors[f"{LAYER}.weight.panel_scales"].tobytes() == panel_scales(stored.weight.scales).tobytes()
     else:
         assert tensors[f"{LAYER}.weight.codes"].tobytes() == stored.weight.codes.tobytes()
         assert tensors[f"{LAYER}.weight.scales"].tobytes() == stored.weight.scales.tobytes()

@@ -164,7 +164,7 @@ def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out:
     assert sizes == sorted(sizes, reverse=True)
     assert set(json.loads((out / "manifest.json").read_text())["precision"]["layers"].values()) <= {
         "high",
-        "int4-g32",
+        "int4-g32-dynamic",
         "int8-dynamic",
     }
     again = _run("build", llada_checkpoint, *options, "-o", out, "--force")

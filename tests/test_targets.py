@@ -68,7 +68,7 @@ def test_a_device_runs_what_the_table_of_its_sm_says(name: str) -> None:
         "mixed": fp8 and nvfp4,
     }
     assert not {"fp32", "int4-rtn", "int4-awq"} & set(target.precisions)
-    assert not {"int8-dynamic", "int4-g32"} & set(target.formats)
+    assert not {"int8-dynamic", "int4-g32", "int4-g64-dynamic"} & set(target.formats)
     assert target.auto == tuple(
         name for name, has in (("nvfp4", nvfp4), ("fp8", fp8), ("int4-g64", int4), ("int8-weight", True)) if has
     )
@@ -88,9 +88,11 @@ def test_every_listed_precision_is_taken_and_every_other_recipe_refused(name: st
 def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
     assert find("cpu").recipe("int8") == RECIPES["int8"]
     assert find("cpu").recipe("int4") == RECIPES["int4"]
+    assert find("cpu").recipe("int4-g128") == RECIPES["int4-g128-dynamic"]
     for name in GPUS:
         assert find(name).recipe("int8") == RECIPES["int8-weight"]
         assert find(name).recipe("int4") == RECIPES["int4-g64"]
+        assert find(name).recipe("int4-g128") == RECIPES["int4-g128"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,11 @@ def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
         (["sm75"], "bf16", "target sm75 does not run 'bf16' (BF16 needs SM 8.0 or later; sm75 is SM 7.5)"),
         (["sm75"], "int4", "does not run int4-g64, which int4 asks for (INT4 needs SM 8.0 or later; sm75 is SM 7.5)"),
         (["thor"], "fp32", "target thor does not run 'fp32' (engines compute in fp16 or bf16)"),
-        (["l4"], "int4-awq", "does not run int4-g32, which int4-awq asks for (groups of 32 weights are untried in TensorRT)"),
+        (
+            ["l4"],
+            "int4-awq",
+            "does not run int4-g32-dynamic, int8-dynamic, which int4-awq asks for (TensorRT has no MatMulInteger",
+        ),
         (["cpu"], "bf16", "target cpu does not run 'bf16': it runs fp32, fp16, int8, "),
         (["gb10"], "int3", "target gb10 does not run 'int3': it runs fp16, bf16, int8, "),
         (

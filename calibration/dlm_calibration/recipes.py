@@ -57,6 +57,11 @@ class LayerFormat:
     group_size: int | None = None
 
     @property
+    def is_dynamic(self) -> bool:
+        """Whether activations take their range from each pass, a row of them at a time."""
+        return self.activations is not None and not self.is_static
+
+    @property
     def is_simulated_on_cpu(self) -> bool:
         """Whether a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
         return self.weights in ("fp8", "nvfp4")
@@ -83,6 +88,9 @@ FORMATS: dict[str, LayerFormat] = {
     "int4-g32": LayerFormat("int4", group_size=32),
     "int4-g64": LayerFormat("int4", group_size=64),
     "int4-g128": LayerFormat("int4", group_size=128),
+    "int4-g32-dynamic": LayerFormat("int4", "int8", group_size=32),
+    "int4-g64-dynamic": LayerFormat("int4", "int8", group_size=64),
+    "int4-g128-dynamic": LayerFormat("int4", "int8", group_size=128),
     "fp8": LayerFormat("fp8", "fp8", is_static=True),
     "nvfp4": LayerFormat("nvfp4", "nvfp4", is_static=True, group_size=16),
     "nvfp4-weight": LayerFormat("nvfp4", group_size=16),
@@ -92,6 +100,9 @@ NEXT: dict[str, tuple[str, ...]] = {
     "int4-g128": ("int4-g64", "int4-g32", "int8-weight"),
     "int4-g64": ("int4-g32", "int8-weight"),
     "int4-g32": ("int8-weight",),
+    "int4-g128-dynamic": ("int8-dynamic", "int8-weight"),
+    "int4-g64-dynamic": ("int8-dynamic", "int8-weight"),
+    "int4-g32-dynamic": ("int8-dynamic", "int8-weight"),
     "nvfp4": ("fp8", "int8-weight"),
     "nvfp4-weight": ("int8-weight",),
 }
@@ -154,6 +165,12 @@ def _recipe(name: str, description: str, layers: Mapping[str, str], **options: A
     return Recipe(name, tuple(layers.items()), description=description, **options)
 
 
+def _int4(group_size: int) -> dict[str, str]:
+    """A CPU multiplies all of it by rows; the head is in INT8."""
+    return {"*": "int8-dynamic", "blocks.*": f"int4-g{group_size}-dynamic"}
+
+
+_BY_ROWS = "activations per row in each pass; the head in INT8"
 _MIXED = {"blocks.*.mlp.*": "nvfp4", "blocks.*.attention.*": "fp8"}
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -161,9 +178,11 @@ RECIPES: dict[str, Recipe] = {
         _recipe("int8", "INT8 weights per channel, activations per row in each pass", {"*": "int8-dynamic"}),
         _recipe("int8-static", "INT8 weights per channel, calibrated activations", {"blocks.*": "int8-static"}),
         _recipe("int8-weight", "INT8 weights per channel, GPTQ", {"blocks.*": "int8-weight"}, solver="gptq"),
-        _recipe("int4", "INT4 weights in groups of 32, GPTQ", {"blocks.*": "int4-g32"}, solver="gptq"),
-        _recipe("int4-rtn", "INT4 weights in groups of 32, round to nearest", {"blocks.*": "int4-g32"}),
-        _recipe("int4-awq", "INT4 weights in groups of 32, AWQ", {"blocks.*": "int4-g32"}, solver="awq"),
+        _recipe("int4", f"INT4 weights in groups of 32, GPTQ, {_BY_ROWS}", _int4(32), solver="gptq"),
+        _recipe("int4-rtn", f"INT4 weights in groups of 32, round to nearest, {_BY_ROWS}", _int4(32)),
+        _recipe("int4-awq", f"INT4 weights in groups of 32, AWQ, {_BY_ROWS}", _int4(32), solver="awq"),
+        _recipe("int4-g64-dynamic", f"INT4 weights in groups of 64, GPTQ, {_BY_ROWS}", _int4(64), solver="gptq"),
+        _recipe("int4-g128-dynamic", f"INT4 weights in groups of 128, GPTQ, {_BY_ROWS}", _int4(128), solver="gptq"),
         _recipe("int4-g64", "INT4 weights in groups of 64, GPTQ", {"blocks.*": "int4-g64"}, solver="gptq"),
         _recipe("int4-g128", "INT4 weights in groups of 128, GPTQ", {"blocks.*": "int4-g128"}, solver="gptq"),
         _recipe("fp8", "FP8 E4M3 weights per channel, GPTQ, calibrated activations", {"blocks.*": "fp8"}, solver="gptq"),

@@ -33,9 +33,14 @@ GPU_FULL_PRECISIONS = ("fp16", "bf16")
 GPU_FORMATS = ("int8-weight", "int8-static", "int4-g64", "int4-g128", "fp8", "nvfp4", "nvfp4-weight")
 GPU_AUTO = ("nvfp4", "fp8", "int4-g64", "int8-weight")  # cheapest first
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
+CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 NOT_IN_TENSORRT = {
     "fp32": "engines compute in fp16 or bf16",
-    "int8-dynamic": "TensorRT has no MatMulInteger, which quantises activations in each pass",
+    **{
+        name: "TensorRT has no MatMulInteger, which quantises activations in each pass"
+        for name, chosen in FORMATS.items()
+        if chosen.is_dynamic
+    },
     "int4-g32": "groups of 32 weights are untried in TensorRT",
 }
 
@@ -215,8 +220,9 @@ _TARGETS = (
         "onnxruntime",
         FULL_PRECISIONS,
         tuple(name for name in FORMATS if name != HIGH),
-        ("int4-g32", "int8-dynamic"),
+        ("int4-g32-dynamic", "int8-dynamic"),
         "int8 is the fastest; int4 and fp16 save disk and memory; fp8 and nvfp4 are simulated: exact values, fp32 speed",
+        aliases=CPU_ALIASES,
     ),
     _gpu(
         "orin-nano",

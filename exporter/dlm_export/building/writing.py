@@ -26,6 +26,12 @@ from dlm_runtime.tokenizer import Tokenizer
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
 """Where ``write.write_graph`` gets an initialiser from, by name and element type."""
 
+_PANELS: dict[str, Callable[[np.ndarray], Lazy]] = {
+    "int8": functions.lazy_panels,
+    "int4": functions.lazy_int4_panels,
+    "nvfp4": functions.lazy_nvfp4_panels,
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Text:
@@ -110,11 +116,11 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
     """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
     if part.part == "panels":
-        return functions.lazy_nvfp4_panels(weight.codes) if weight.format == "nvfp4" else functions.lazy_panels(weight.codes)
-    if part.part == "panel_scales" and weight.format == "nvfp4":
-        return functions.nvfp4_panel_scales(weight.scales)
+        return _PANELS[weight.format](weight.codes)
     if part.part == "panel_scales":
-        return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
+        if weight.format == "int8":
+            return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
+        return functions.panel_scales(weight.scales if weight.format == "nvfp4" else weight.scales.T)
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
     if part.layer == "embed":
         array = array.T if part.part == "codes" else array[:, None]

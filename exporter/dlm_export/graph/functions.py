@@ -8,6 +8,8 @@ definitions are what those kernels must compute.
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127;
 ``Int8Linear2``, ``3``      several weights over one x, which is quantised once
 ``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
+``Int4Linear``, ``2``,      the same four with weights in INT4, which have scales by groups of inputs
+``3``, ``Int4GatedLinear``
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
                             q, k, v ``[B, T, heads * D]``, turned by position here
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
@@ -16,9 +18,11 @@ definitions are what those kernels must compute.
 ==========================  ===========================================================================================
 
 INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors multiply them (``panels``);
-columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant. NVFP4 weights lie in panels
-``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its high one. Their group
-scales are ``[N / 32, K / 16, 32]``.
+columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant. INT4 weights lie in panels
+``[N / 32, K / 8, 32, 4]`` of codes + 8: a byte has the code of an input in its low nibble, of the fourth behind it in its
+high one. Their scales are ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4 weights
+lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its high
+one. Their group scales are ``[N / 32, K / 16, 32]``.
 """
 
 from __future__ import annotations
@@ -32,9 +36,18 @@ from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Lazy
 
 DOMAIN = "dlm_export"
-KERNELS = ("CachedAttention", "Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear", "NVFP4Linear", "Candidates")
+LINEAR = ("Int8Linear", "Int4Linear")
+"""The layers that quantise their inputs by rows: those over one input may be put together."""
+KERNELS = (
+    "CachedAttention",
+    *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
+    *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
+    "NVFP4Linear",
+    "Candidates",
+)
 """The functions that the native runtime has kernels for."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
+PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
 _OPSET = 23
 _F8 = ir.DataType.FLOAT8E4M3FN
 
@@ -56,6 +69,32 @@ def lazy_panels(codes: np.ndarray) -> Lazy:
     return Lazy(shape, lambda at: panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
 
 
+def int4_panels(codes: np.ndarray) -> np.ndarray:
+    """INT4 codes ``[K, N]``, one a byte, as uint8 ``[ceil(N / 32), K / 8, 32, 4]``; K is a multiple of 8."""
+    inputs, columns = codes.shape
+    rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
+    # What stands above the four bits of a code is not said.
+    np.bitwise_and(codes.view(np.uint8).T ^ np.uint8(8), np.uint8(15), out=rows[:columns])
+    pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
+    dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
+    return np.ascontiguousarray(dots).view(np.uint8).reshape(-1, inputs // PAIRS, PANEL, DOT)
+
+
+def lazy_int4_panels(codes: np.ndarray) -> Lazy:
+    """``int4_panels``, those that are asked for."""
+    inputs, columns = codes.shape
+    shape = (padded(columns) // PANEL, inputs // PAIRS, PANEL, DOT)
+    return Lazy(shape, lambda at: int4_panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
+
+
+def panel_scales(scales: np.ndarray) -> np.ndarray:
+    """Scales by group ``[N, groups]`` as ``[ceil(N / 32), groups, 32]``, zero for columns that fill up."""
+    columns, groups = scales.shape
+    whole = np.zeros((padded(columns), groups), scales.dtype)
+    whole[:columns] = scales
+    return np.ascontiguousarray(whole.reshape(-1, PANEL, groups).transpose(0, 2, 1))
+
+
 def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
     """E2M1 codes ``[N, K]``, one a byte, as uint8 ``[ceil(N / 32), K, 16]``."""
     columns, inputs = codes.shape
@@ -70,14 +109,6 @@ def lazy_nvfp4_panels(codes: np.ndarray) -> Lazy:
     columns, inputs = codes.shape
     shape = (padded(columns) // PANEL, inputs, PANEL // 2)
     return Lazy(shape, lambda at: nvfp4_panels(codes[at[0].start * PANEL : at[0].stop * PANEL]))
-
-
-def nvfp4_panel_scales(scales: np.ndarray) -> np.ndarray:
-    """Group scales ``[N, K / 16]`` as ``[ceil(N / 32), K / 16, 32]``, zero for columns that fill up."""
-    columns, groups = scales.shape
-    whole = np.zeros((padded(columns), groups), scales.dtype)
-    whole[:columns] = scales
-    return np.ascontiguousarray(whole.reshape(-1, PANEL, groups).transpose(0, 2, 1))
 
 
 def padded(columns: int) -> int:
@@ -128,35 +159,64 @@ class _Body:
         return ir.Function(DOMAIN, self.name, graph=graph, attributes=declared)
 
 
-def _int8_linear(name: str, weights: int, *, is_gated: bool = False) -> ir.Function:
-    """Codes are ``round(x * (127 / amax))`` half to even, amax the row's; a result is its sum times
-    ``amax / 127``, then times the column's scale."""
+def _linear(name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False) -> ir.Function:
+    """Codes are ``round(x * (127 / amax))`` half to even, amax the row's. INT8: a result is its sum times ``amax / 127``, then
+    times the column's scale. INT4: it is the sum of the codes' products with weights, times ``amax / 127``.
+    """
     body = _Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
     op, ints = body.op, body.ints
     x = body.inputs[0]
     one = body.constant(np.float32(127))
     amax = op("Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(SMALLEST_ROW))
     codes = op("Round", op("Mul", x, op("Div", one, amax)))
-    # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without VNNI.
-    codes = op("Cast", op("Add", codes, body.constant(np.float32(128))), to=ir.DataType.UINT8)
-    middle = body.constant(np.uint8(128))
     row_scale = op("Div", amax, one)
+    attributes = {"columns": ir.AttributeType.INTS} | ({"group_size": ir.AttributeType.INT} if is_int4 else {})
     columns = body.attribute("columns", ir.AttributeType.INTS)
+    multiply = _by_int4 if is_int4 else _by_int8
     products = []
     for i in range(weights):
-        stored, scales = body.inputs[1 + 2 * i], body.inputs[2 + 2 * i]
         count = op("Slice", columns, ints(i), ints(i + 1))
-        # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
-        rows = op("Reshape", op("Transpose", stored, perm=[0, 2, 1, 3]), ints(0, 0, -1))
-        matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
-        weight = op("Slice", matrix, ints(0), count, ints(1))
-        product = op("Cast", op("MatMulInteger", codes, weight, middle, middle), to=ir.DataType.FLOAT)
-        # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as if rows had one scale.
-        products.append(op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count)))
+        products.append(multiply(body, codes, row_scale, body.inputs[1 + 2 * i], body.inputs[2 + 2 * i], count))
     if is_gated:
         gate, up = products
         products = [op("Mul", op("Mul", gate, op("Sigmoid", gate)), up)]
-    return body.function({f"y_{i}": y for i, y in enumerate(products)}, {"columns": ir.AttributeType.INTS})
+    return body.function({f"y_{i}": y for i, y in enumerate(products)}, attributes)
+
+
+def _by_int8(
+    body: _Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value
+) -> ir.Value:
+    op, ints = body.op, body.ints
+    # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without VNNI.
+    middle = body.constant(np.uint8(128))
+    unsigned = op("Cast", op("Add", codes, body.constant(np.float32(128))), to=ir.DataType.UINT8)
+    # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
+    rows = op("Reshape", op("Transpose", stored, perm=[0, 2, 1, 3]), ints(0, 0, -1))
+    matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
+    weight = op("Slice", matrix, ints(0), count, ints(1))
+    product = op("Cast", op("MatMulInteger", unsigned, weight, middle, middle), to=ir.DataType.FLOAT)
+    # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as if rows had one scale.
+    y: ir.Value = op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
+    return y
+
+
+def _by_int4(
+    body: _Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value
+) -> ir.Value:
+    op, ints = body.op, body.ints
+    low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
+    high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
+    both = op("Concat", op("Unsqueeze", low, ints(2)), op("Unsqueeze", high, ints(2)), axis=2)
+    # [N / 32, K / 8, 2, 32, 4] -> [K / 8, 2, 4, N / 32, 32] -> [K, N]
+    whole = op("Transpose", op("Cast", both, to=ir.DataType.FLOAT), perm=[1, 2, 4, 0, 3])
+    inputs = op("Mul", op("Shape", whole, start=0, end=1), ints(PAIRS))
+    matrix = op("Reshape", op("Sub", whole, body.constant(np.float32(8))), op("Concat", inputs, ints(-1), axis=0))
+    steps = op("Reshape", op("Transpose", scales, perm=[1, 0, 2]), ints(0, -1))
+    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
+    group = op("Div", op("Range", zero, op("Squeeze", inputs), one), body.attribute("group_size", ir.AttributeType.INT))
+    weight = op("Slice", op("Mul", matrix, op("Gather", steps, group)), ints(0), count, ints(1))
+    y: ir.Value = op("Mul", op("MatMul", codes, weight), row_scale)
+    return y
 
 
 def _cached_attention() -> ir.Function:
@@ -240,10 +300,14 @@ def _nvfp4() -> ir.Function:
 
 
 _DEFINITIONS = {
-    "Int8Linear": lambda: _int8_linear("Int8Linear", 1),
-    "Int8Linear2": lambda: _int8_linear("Int8Linear2", 2),
-    "Int8Linear3": lambda: _int8_linear("Int8Linear3", 3),
-    "Int8GatedLinear": lambda: _int8_linear("Int8GatedLinear", 2, is_gated=True),
+    "Int8Linear": lambda: _linear("Int8Linear", 1),
+    "Int8Linear2": lambda: _linear("Int8Linear2", 2),
+    "Int8Linear3": lambda: _linear("Int8Linear3", 3),
+    "Int8GatedLinear": lambda: _linear("Int8GatedLinear", 2, is_gated=True),
+    "Int4Linear": lambda: _linear("Int4Linear", 1, is_int4=True),
+    "Int4Linear2": lambda: _linear("Int4Linear2", 2, is_int4=True),
+    "Int4Linear3": lambda: _linear("Int4Linear3", 3, is_int4=True),
+    "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
     "CachedAttention": _cached_attention,
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,

@@ -20,7 +20,7 @@ from dlm_export.graph.trace import Graph
 
 CANDIDATES = "pass"  # the module path of what follows the head, as ``trace`` names it
 GATE = ".gate"  # how the module path of an MLP's gate ends
-_MOST_WEIGHTS = 3  # of one Int8Linear
+_MOST_WEIGHTS = 3  # of layers over one input
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Unlike(Exception):
 
 
 def fuse(traced: Graph) -> Fused:
-    """Rewrite a traced graph in place: INT8 layers over one input, attention over the cache, the candidates of a row."""
+    """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the cache, a row's candidates."""
     model = traced.model
     plain = _merge_linear_layers(model)
     for node in list(model.graph):
@@ -91,27 +91,34 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Put INT8 layers over one input together; returns the layers that are not, with the reason."""
-    by_input: dict[int, list[ir.Node]] = defaultdict(list)
+    """Put layers of one format over one input together; returns the layers that are not, with the reason."""
+    alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
-        if node.op_type == "Int8Linear" and node.domain == functions.DOMAIN:
-            by_input[id(node.inputs[0])].append(node)
+        if node.op_type in functions.LINEAR and node.domain == functions.DOMAIN:
+            alike[id(node.inputs[0]), node.op_type, _group_size(node)].append(node)
     plain = {}
-    for nodes in by_input.values():
+    for (_, name, _), nodes in alike.items():
+        kind = name.removesuffix("Linear")
         paths = [node.metadata_props[LAYER_KEY] for node in nodes]
         product = _gated_product(nodes)
         is_gated = len(nodes) == 2 and paths[0].endswith(GATE)
         if is_gated and product is None:
             plain[paths[0].removesuffix(GATE)] = "what becomes of gate and up is not silu(gate) * up alone"
         if product is not None:
-            _merge(model, nodes, "Int8GatedLinear", [product])
+            _merge(model, nodes, f"{kind}GatedLinear", [product])
         elif len(nodes) > _MOST_WEIGHTS:
-            plain |= dict.fromkeys(paths, f"one of {len(nodes)} INT8 layers over one input, and a kernel takes {_MOST_WEIGHTS}")
+            many = f"one of {len(nodes)} {kind.upper()} layers over one input, and a kernel takes {_MOST_WEIGHTS}"
+            plain |= dict.fromkeys(paths, many)
         elif len(nodes) > 1:
-            _merge(model, nodes, f"Int8Linear{len(nodes)}", [node.outputs[0] for node in nodes])
+            _merge(model, nodes, f"{name}{len(nodes)}", [node.outputs[0] for node in nodes])
         elif _is_shared(nodes[0].inputs[0]):
-            plain[paths[0]] = "the only INT8 layer over its input"
+            plain[paths[0]] = f"the only {kind.upper()} layer over its input"
     return plain
+
+
+def _group_size(node: ir.Node) -> int:
+    """How many inputs share a scale; 0 where all do."""
+    return node.attributes.get_int("group_size", 0)
 
 
 def _is_shared(value: ir.Value | None) -> bool:
@@ -121,7 +128,9 @@ def _is_shared(value: ir.Value | None) -> bool:
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:
     inputs = [nodes[0].inputs[0], *(value for node in nodes for value in node.inputs[1:])]
     columns = [count for node in nodes for count in node.attributes["columns"].as_ints()]
-    _call(model, nodes[0], name, [value for value in inputs if value is not None], old, columns=columns)
+    size = _group_size(nodes[0])
+    group = {"group_size": size} if size else {}
+    _call(model, nodes[0], name, [value for value in inputs if value is not None], old, columns=columns, **group)
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:

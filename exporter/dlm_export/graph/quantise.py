@@ -7,10 +7,11 @@ over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is
 ==============  ========================================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``: one scale a column and, in each pass, one a row of the input: integer arithmetic, on
                 a CPU only
+int4-*-dynamic  ``dlm_export::Int4Linear``: the same with weights in groups along the input
 int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
                 around 128, TensorRT's int8 around 0: the same values
 int8-weight     DequantizeLinear on the weight; activations stay
-int4            the same in groups along the input
+int4            DequantizeLinear on the weight, in groups along the input; activations stay
 fp8             as int8-static, in E4M3
 nvfp4           on a CPU the exactly equal image: E2M1 codes looked up in a table of 16, times E4M3 group scale, times the
                 tensor's scale, in ``dlm_export::NVFP4Linear`` or, where TensorRT shares the initialisers, spelled out; the
@@ -67,9 +68,9 @@ def misfit(layer: LinearSpec, name: str, *, for_tensorrt: bool = False) -> str |
     size = chosen.group_size
     if size is not None and inputs % size and (for_tensorrt or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
-    is_dynamic = chosen.weights == "int8" and chosen.activations is not None and not chosen.is_static
-    if is_dynamic and inputs % functions.DOT:
-        return f"{name} multiplies {functions.DOT} inputs at a time, and {inputs} are no multiple"
+    together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
+    if chosen.is_dynamic and inputs % together:
+        return f"{name} multiplies {together} inputs at once, and {inputs} are no multiple"
     return None
 
 
@@ -86,7 +87,7 @@ def rewrite(
     """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by name.
 
     ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs, ``rotated`` the size of
-    the Hadamard matrix that turns a layer's input. INT8 with ranges of each pass needs a graph in fp32. ``is_shared``: both
+    the Hadamard matrix that turns a layer's input. Ranges of each pass need a graph in fp32. ``is_shared``: both
     forms are written over the same initialisers.
     """
     writer = _Writer(traced, for_tensorrt, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
@@ -169,9 +170,12 @@ class _Writer:
         assert w is not None
         assert w.shape is not None
         K, N = (int(size) for size in w.shape)  # type: ignore[arg-type]
-        if chosen.activations == "int8" and not chosen.is_static:
+        if chosen.is_dynamic:
             assert self.dtype == ir.DataType.FLOAT, layer
-            self.int8_dynamic(node, layer, x, K, N)
+            if chosen.group_size is None:
+                self.int8_panels(node, layer, x, K, N)
+            else:
+                self.int4_panels(node, layer, x, K, N, chosen.group_size)
             return
         if chosen.activations is not None:
             assert amax is not None, layer
@@ -182,12 +186,19 @@ class _Writer:
             return
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
-    def int8_dynamic(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
+    def int8_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
         width = functions.padded(N)
         shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
         scales = self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
         self.linear(node, layer, "Int8Linear", [x, panels, scales], N)
+
+    def int4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int, group_size: int) -> None:
+        count = functions.padded(N) // functions.PANEL
+        shape = (count, K // functions.PAIRS, functions.PANEL, functions.DOT)
+        panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
+        scales = self.weight(layer, "panel_scales", (count, -(-K // group_size), functions.PANEL), ir.DataType.FLOAT)
+        self.linear(node, layer, "Int4Linear", [x, panels, scales], N, group_size=group_size)
 
     def nvfp4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
         count = functions.padded(N) // functions.PANEL
@@ -196,10 +207,10 @@ class _Writer:
         global_scale = self.weight(layer, "global_scale", (), self.dtype)
         self.linear(node, layer, "NVFP4Linear", [x, panels, scales, global_scale], N)
 
-    def linear(self, node: ir.Node, layer: str, name: str, inputs: list[ir.Value | None], N: int) -> None:
+    def linear(self, node: ir.Node, layer: str, name: str, inputs: list[ir.Value | None], N: int, **attributes: int) -> None:
         """A call in the place of a MatMul."""
         functions.declare(self.model, name)
-        result = self.nodes(node, layer, (f"{functions.DOMAIN}::{name}", inputs, {"columns": [N]}))
+        result = self.nodes(node, layer, (f"{functions.DOMAIN}::{name}", inputs, {"columns": [N]} | attributes))
         old = node.outputs[0]
         kept, result.shape, result.type = old.name, old.shape, old.type
         old.replace_all_uses_with(result, replace_graph_outputs=True)

@@ -260,14 +260,16 @@ def _sweep(
     for i in range(len(c.layers) + 1):
         inside = f"blocks.{i}." if i < len(c.layers) else "head"
         here = {of: readers for of, readers in sites.items() if of.startswith(inside)}
-        if is_folding and here:
-            observers = observed(here, AWQ_ROWS)
-            through(i, here, observers, {}, keep=False)
-            _fold(done, observers, here)
+        solvable = {of: readers for of, readers in here.items() if not _is_byte_head(done, readers[0])}
+        foldable = here if recipe.smoothing is not None else solvable
+        if is_folding and foldable:
+            observers = observed(foldable, AWQ_ROWS)
+            through(i, foldable, observers, {}, keep=False)
+            _fold(done, observers, foldable)
         observers = observed(here)
         grams = {}
         if recipe.solver == "gptq":
-            unsolved = (of for of, readers in here.items() if any(layer.path not in done.solved for layer in readers))
+            unsolved = (of for of, readers in solvable.items() if any(layer.path not in done.solved for layer in readers))
             grams = {of: Gram(here[of][0].inputs, layered.device) for of in unsolved}
         through(i, here, observers, grams, keep=True)
         done.observers |= observers
@@ -280,6 +282,13 @@ def _sweep(
             del factor
             give_back()
         on_done()
+
+
+def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
+    """Whether a layer is a head with a byte a weight: the largest matrix, which solvers hold in fp32 several times, is rounded
+    to nearest, for eight bits leave them little to win.
+    """
+    return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
 
 class _Seen:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_runtime.errors import DlmError, ExitCode
 
 MATMUL = "MatMul"  # nodes of a device graph are called <module path>/<operator>
@@ -121,13 +121,9 @@ def _format(parsed: _Network, matmul: Any) -> str:
     for name, known in FORMATS.items():
         is_group = known.weights != "int4" or known.group_size == group_size
         # Ranges of each pass do not exist in TensorRT: static is what its quantised activations are.
-        if (known.weights, known.activations) == (weights, activations) and is_group and _in_engines(known):
+        if (known.weights, known.activations) == (weights, activations) and is_group and not known.is_dynamic:
             return name
     return f"weights {weights or 'in full'} in groups of {group_size}, activations {activations or 'in full'}"
-
-
-def _in_engines(known: LayerFormat) -> bool:
-    return known.activations is None or known.is_static
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:

@@ -124,7 +124,8 @@ struct Op;
 // What a node of the graph says of itself.
 struct Node {
   const Op& op;
-  std::array<int64_t, kMostWeights> columns{};  // of Int8Linear
+  std::array<int64_t, kMostWeights> columns{};  // of a linear layer
+  int64_t group_size = 0;                       // of Int4Linear
   int64_t heads = 0, kv_heads = 0;              // of CachedAttention
 };
 
@@ -155,23 +156,40 @@ void read_columns(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   if (count != node.op.is.weights) fail(DLM_BAD_BUNDLE, "columns has %zu numbers, not %zu", count, node.op.is.weights);
 }
 
+void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_columns(api, info, node);
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "group_size", &node.group_size), kWhere);
+  if (node.group_size < kPairs || node.group_size > kMostInputs || node.group_size % kPairs != 0)
+    fail(DLM_BAD_BUNDLE, "groups of %lld inputs", static_cast<long long>(node.group_size));
+}
+
+// Whether codes and scales are those of a weight of so many inputs and columns in panels, INT4 where there are groups.
+bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const float>& scales, int64_t inputs, int64_t columns,
+                  int64_t group_size) {
+  const int64_t together = group_size == 0 ? kDot : kPairs;
+  if (inputs < together || inputs > kMostInputs || inputs % together != 0 || columns < 1 || columns > INT32_MAX) return false;
+  const int64_t width = padded_columns(columns), panels = width / kPanel;
+  if (!codes.is({panels, inputs / together, kPanel, kDot})) return false;
+  return group_size == 0 ? scales.is({width}) : scales.is({panels, groups_of(inputs, group_size), kPanel});
+}
+
 void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   const auto x = call.input<float>(0);
   if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a single number");
   const int64_t inputs = x.dims[x.rank - 1];
-  Int8Linear layer{};
+  Linear layer{};
   layer.x = x.data;
   layer.inputs = inputs;
   layer.rows = inputs > 0 ? x.count() / inputs : 0;
-  std::array<Int8Weight, kMostWeights> weights{};
+  layer.group_size = node.group_size;
+  std::array<LinearWeight, kMostWeights> weights{};
   std::array<float*, kMostWeights> outputs{};
   auto shape = x.dims;
   for (size_t i = 0; i < node.op.is.weights; ++i) {
     const int64_t columns = node.columns[i];
     const auto codes = call.input<uint8_t>(1 + 2 * i);
     const auto scales = call.input<float>(2 + 2 * i);
-    if (inputs < kDot || inputs > kMostInputs || inputs % kDot != 0 || columns < 1 || columns > INT32_MAX ||
-        !codes.is({padded_columns(columns) / kPanel, inputs / kDot, kPanel, kDot}) || !scales.is({padded_columns(columns)}) ||
+    if (!is_in_panels(codes, scales, inputs, columns, node.group_size) ||
         (node.op.is.is_gated && columns != node.columns[0]))
       fail(DLM_BAD_BUNDLE, "weight %zu is not one of %lld by %lld in panels", i, static_cast<long long>(inputs),
            static_cast<long long>(columns));
@@ -333,6 +351,10 @@ constexpr Definition kDefinitions[] = {
     {"Int8Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_columns, compute_linear},
     {"Int8Linear3", {F, C, F, C, F, C, F}, 7, {F, F, F}, 3, 3, false, read_columns, compute_linear},
     {"Int8GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_columns, compute_linear},
+    {"Int4Linear", {F, C, F}, 3, {F}, 1, 1, false, read_int4, compute_linear},
+    {"Int4Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_int4, compute_linear},
+    {"Int4Linear3", {F, C, F, C, F, C, F}, 7, {F, F, F}, 3, 3, false, read_int4, compute_linear},
+    {"Int4GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_int4, compute_linear},
     {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
     {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, compute_attention},
     {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},

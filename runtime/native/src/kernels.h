@@ -1,5 +1,6 @@
-// The arithmetic of a pass that ONNX Runtime's own kernels are slow at, or hold far more memory for than the weights take: INT8
-// and NVFP4 linear layers, attention over a cache, and the candidates of a row. One implementation (kernels_body.h) over the vector instructions of each processor.
+// The arithmetic of a pass that ONNX Runtime's own kernels are slow at, or hold far more memory for than the weights take: INT8,
+// INT4 and NVFP4 linear layers, attention over a cache, and the candidates of a row. One implementation (kernels_body.h) over the
+// vector instructions of each processor.
 //
 // Every kernel computes what the function of the same name in the exporter's functions.py says in ONNX operators. Quantised
 // values are equal to the bit; sums of floats are taken in another order, and exponentials are within 2e-7.
@@ -25,6 +26,7 @@ class Parallel {
 
 constexpr int64_t kPanel = 32;  // columns of a weight that lie together in memory
 constexpr int64_t kDot = 4;     // products that one instruction adds up
+constexpr int64_t kPairs = 2 * kDot;  // inputs whose INT4 codes share bytes: a group is a multiple of them
 constexpr int64_t kGroup = 16;  // inputs of a column that share a scale in NVFP4
 constexpr int64_t kMostInputs = 1 << 16;  // of a linear layer: sums of so many products fit 32 bits
 constexpr int64_t kLargestHeadSize = 512;  // that attention takes
@@ -32,22 +34,30 @@ constexpr int64_t kLargestHeadSize = 512;  // that attention takes
 // Columns of a weight as stored: the last panel is filled up with zeros.
 constexpr int64_t padded_columns(int64_t columns) { return (columns + kPanel - 1) / kPanel * kPanel; }
 
-// One linear layer's weight, codes + 128 in panels [N / 32, K / 4, 32, 4], and its scales [N], N filled up to whole panels.
-struct Int8Weight {
+// Groups of so many inputs, the last of which may be short.
+constexpr int64_t groups_of(int64_t inputs, int64_t group_size) { return (inputs + group_size - 1) / group_size; }
+
+// One linear layer's weight in panels, and its scales; N is filled up to whole panels.
+//   INT8: codes + 128 [N / 32, K / 4, 32, 4], scales [N]
+//   INT4: codes + 8 [N / 32, K / 8, 32, 4], that of an input in a low nibble and that of the fourth behind it in the high one;
+//         scales [N / 32, groups, 32]
+struct LinearWeight {
   const uint8_t* panels;
   const float* scales;
   int64_t columns;  // N that are meant
 };
 
-// y_i [rows, columns_i] = x [rows, inputs] @ weight_i, x quantised by rows to the range -127..127, inputs a multiple of 4.
-// A gated layer has two weights of the same columns and one output, silu(x @ weight_0) * (x @ weight_1).
-struct Int8Linear {
+// y_i [rows, columns_i] = x [rows, inputs] @ weight_i, x quantised by rows to the range -127..127, inputs a multiple of 4, of 8
+// for INT4. A gated layer has two weights of the same columns and one output, silu(x @ weight_0) * (x @ weight_1). INT4: sums of
+// products are whole numbers in a group; times the group's scale they are added up in fp32, in order, by fused multiply-adds.
+struct Linear {
   const float* x;
   int64_t rows, inputs;
-  const Int8Weight* weights;
+  const LinearWeight* weights;
   float* const* outputs;
   size_t count;  // of weights
   bool is_gated;
+  int64_t group_size;  // inputs of a column that share a scale, a multiple of 8; 0: INT8
 
   // Bytes that any kernel wants as scratch memory, aligned to 64: some hold a code in two.
   size_t scratch_bytes() const { return static_cast<size_t>(rows * (2 * inputs + 8)) + 64; }
@@ -88,7 +98,7 @@ struct Candidates {
 
 struct Kernels {
   const char* name;
-  void (*linear)(const Int8Linear& layer, void* scratch, Parallel& parallel);
+  void (*linear)(const Linear& layer, void* scratch, Parallel& parallel);
   void (*nvfp4_linear)(const Nvfp4Linear& layer, Parallel& parallel);
   void (*attention)(const CachedAttention& pass, Parallel& parallel);
   void (*candidates)(const Candidates& rows, Parallel& parallel);

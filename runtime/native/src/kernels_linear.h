@@ -1,30 +1,51 @@
-// INT8 linear layers.
+// INT8 and INT4 linear layers. How weights and rows are read and multiplied is `Codes`, which is simd::Int8 or simd::Int4:
+//
+//   Code, kCodeOrder, store_codes   a row's code, and in which order four of them lie
+//   Weights, load<kPart>            what stands in a panel's bytes for the inputs of one step, of kParts
+//   Activations, spread, dot        four codes of a row, and sums of their products with weights
+//   kWeightOffset                   how much too large the weights are that `dot` sees
+//   kMostInputs, widen              how many inputs `dot` may add up before its sums have to be made 32 bits wide; 0: any
+//   kTileRows, kVectors             the rows and vectors of weights whose sums fit the registers
 #pragma once
 
 #include "kernels_common.h"
 
 namespace {
 
-using simd::Code;
-
-// What is known of a row besides its codes.
-struct RowScale {
-  float scale;
-  int32_t offset;  // what its sums are too large by: simd::dot sees weights that are simd::kWeightOffset too large
+// One tile of rows, quantised.
+template <class Codes>
+struct Tile {
+  const typename Codes::Code* codes;  // [K / 4, rows, 4], four of them in kCodeOrder
+  const int32_t* offsets;             // [groups, rows]: what the sums over a group are too large by
+  const float* scales;                // [rows]
 };
 
-// Codes of one tile's rows, laid out [K / 4, rows, 4], four of them in simd::kCodeOrder: as simd::dot wants them.
-inline void quantise_tile(const float* x, int64_t rows, int64_t inputs, Code* codes, RowScale* scales) {
-  const int64_t whole = inputs / kLanes * kLanes;
+struct Panel {
+  const uint8_t* codes;
+  const float* scales;  // [groups, 32]
+};
+
+// What is fetched meanwhile, a line every time that weights are read.
+struct Ahead {
+  const uint8_t* next;
+  int64_t stride;
+};
+
+template <class Codes>
+void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, typename Codes::Code* codes,
+                   int32_t* offsets, float* scales) {
+  using Code = typename Codes::Code;
+  const int64_t groups = dlm::groups_of(inputs, group_size);
   for (int64_t row = 0; row < rows; ++row, x += inputs) {
     I largest = simd::izero();
     const I sign = simd::iset(0x7fffffff);
-    for (int64_t k = 0; k < whole; k += kLanes) largest = simd::imax(largest, simd::iand(simd::bits(simd::load(x + k)), sign));
+    int64_t k = 0;
+    for (; k + kLanes <= inputs; k += kLanes) largest = simd::imax(largest, simd::iand(simd::bits(simd::load(x + k)), sign));
     int32_t lanes[kLanes];
     simd::istore(lanes, largest);
     int32_t bits = 0;  // of the largest magnitude; NaN and infinity are the largest of all
     for (const int32_t lane : lanes) bits = lane > bits ? lane : bits;
-    for (int64_t k = whole; k < inputs; ++k) {
+    for (; k < inputs; ++k) {
       int32_t one;
       __builtin_memcpy(&one, x + k, sizeof one);
       one &= 0x7fffffff;
@@ -33,78 +54,128 @@ inline void quantise_tile(const float* x, int64_t rows, int64_t inputs, Code* co
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
     if (bits >= 0x7f800000) {  // every output of the row is NaN: nothing is hidden
-      scales[row] = {__builtin_nanf(""), 0};
-      for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(codes + (k * rows + row * kDot), 0, kDot * sizeof(Code));
+      scales[row] = __builtin_nanf("");
+      for (k = 0; k < inputs; k += kDot) __builtin_memset(codes + (k * rows + row * kDot), 0, kDot * sizeof(Code));
+      for (int64_t group = 0; group < groups; ++group) offsets[group * rows + row] = 0;
       continue;
     }
     if (amax < 1e-30f) amax = 1e-30f;
     const float inverse = 127.0f / amax;
-    int32_t sum = 0;
-    I sums = simd::izero();
-    for (int64_t k = 0; k < whole; k += kLanes) {
-      const I rounded = simd::to_int(simd::mul(simd::load(x + k), simd::set(inverse)));
-      sums = simd::iadd(sums, rounded);
-      Code stored[kLanes];
-      simd::store_codes(stored, rounded);
-      for (int i = 0; i < kLanes / kDot; ++i)
-        __builtin_memcpy(codes + ((k + i * kDot) * rows + row * kDot), stored + i * kDot, kDot * sizeof(Code));
+    k = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t end = least((group + 1) * group_size, inputs);
+      int32_t sum = 0;
+      I sums = simd::izero();
+      for (; k + kLanes <= end; k += kLanes) {
+        const I rounded = simd::to_int(simd::mul(simd::load(x + k), simd::set(inverse)));
+        sums = simd::iadd(sums, rounded);
+        Code stored[kLanes];
+        Codes::store_codes(stored, rounded);
+        for (int i = 0; i < kLanes / kDot; ++i)
+          __builtin_memcpy(codes + ((k + i * kDot) * rows + row * kDot), stored + i * kDot, kDot * sizeof(Code));
+      }
+      simd::istore(lanes, sums);
+      for (const int32_t lane : lanes) sum += lane;
+      for (; k < end; ++k) {
+        const auto code = static_cast<Code>(__builtin_lrintf(x[k] * inverse));
+        codes[k / kDot * kDot * rows + row * kDot + Codes::kCodeOrder[k % kDot]] = code;
+        sum += code;
+      }
+      offsets[group * rows + row] = Codes::kWeightOffset * sum;
     }
-    simd::istore(lanes, sums);
-    for (const int32_t lane : lanes) sum += lane;
-    for (int64_t k = whole; k < inputs; ++k) {
-      const auto code = static_cast<Code>(__builtin_lrintf(x[k] * inverse));
-      codes[k / kDot * kDot * rows + row * kDot + simd::kCodeOrder[k % kDot]] = code;
-      sum += code;
-    }
-    scales[row] = {amax / 127.0f, simd::kWeightOffset * sum};
+    scales[row] = amax / 127.0f;
   }
 }
 
-// Products of kRows rows and one panel, scaled, to out [kRows, 32]. While at it, fetches part of what is read next.
-template <int kRows>
-void multiply_tile(const Code* codes, const uint8_t* panel, int64_t steps, const RowScale* rows, const float* scales,
-                   float* out, int64_t stride, const uint8_t* next, int64_t next_stride) {
-  constexpr int kVectors = simd::kProductVectors, kSums = kRows * kVectors;
-  for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
-    I sums[kSums];
-    unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::izero(); });
-    const uint8_t* weight = panel + from * kDot;
-    const Code* code = codes;
-    for (int64_t step = 0; step < steps; ++step) {
-      simd::Weights weights[kVectors];
+// Sums of products of kRows rows and kVectors vectors of columns over so many inputs; moves on what it reads.
+template <class Codes, int kRows>
+[[gnu::always_inline]] inline void sum_products(const typename Codes::Code*& code, const uint8_t*& weight, int64_t inputs,
+                                                Ahead& ahead, I (&sums)[kRows * Codes::kVectors]) {
+  constexpr int kVectors = Codes::kVectors;
+  unroll<kRows * kVectors>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::izero(); });
+  for (int64_t k = 0; k < inputs; k += kDot * Codes::kParts) {
+    simd::prefetch(ahead.next);
+    ahead.next += ahead.stride;
+    unroll<Codes::kParts>([&](auto part) __attribute__((always_inline)) {
+      typename Codes::Weights weights[kVectors];
       unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
-        weights[v] = simd::load_weights(weight + v * kLanes * kDot);
+        weights[v] = Codes::template load<part>(weight + v * kLanes * kDot);
       });
-      simd::prefetch(next);
-      next += next_stride;
       unroll<kRows>([&](auto r) __attribute__((always_inline)) {
-        const simd::Activations activations = simd::spread(code + r * kDot);
+        const typename Codes::Activations activations = Codes::spread(code + r * kDot);
         unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
-          sums[r * kVectors + v] = simd::dot(sums[r * kVectors + v], weights[v], activations);
+          sums[r * kVectors + v] = Codes::dot(sums[r * kVectors + v], weights[v], activations);
         });
       });
-      weight += kPanel * kDot;
       code += kRows * kDot;
-    }
-    next_stride = 0;
-    unroll<kSums>([&](auto i) __attribute__((always_inline)) {
-      constexpr int r = i / kVectors, v = i % kVectors;
-      const F sum = simd::to_float(simd::isub(sums[i], simd::iset(rows[r].offset)));
-      const F scaled = simd::mul(sum, simd::set(rows[r].scale));
-      simd::store(out + r * stride + from + v * kLanes, simd::mul(scaled, simd::load(scales + from + v * kLanes)));
     });
+    weight += kPanel * kDot;
   }
 }
 
-using MultiplyTile = void (*)(const Code*, const uint8_t*, int64_t, const RowScale*, const float*, float*, int64_t,
-                              const uint8_t*, int64_t);
-
-template <int kRows>
-MultiplyTile find_multiply_tile(int64_t rows) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return find_multiply_tile<kRows - 1>(rows);
+// Products of kRows rows and one panel, scaled, to out [kRows, 32].
+template <class Codes, int kRows>
+void multiply_tile(const Tile<Codes>& tile, const Panel& panel, int64_t inputs, int64_t group_size, float* out, int64_t stride,
+                   Ahead ahead) {
+  constexpr int kVectors = Codes::kVectors, kSums = kRows * kVectors;
+  for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
+    const typename Codes::Code* code = tile.codes;
+    const uint8_t* weight = panel.codes + from * kDot;
+    const float* scale = panel.scales + from;
+    const int32_t* offset = tile.offsets;
+    if constexpr (Codes::kParts == 1) {  // one group
+      I sums[kSums];
+      sum_products<Codes, kRows>(code, weight, inputs, ahead, sums);
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = i / kVectors, v = i % kVectors;
+        const F sum = simd::to_float(simd::isub(sums[i], simd::iset(offset[r])));
+        const F scaled = simd::mul(sum, simd::set(tile.scales[r]));
+        simd::store(out + r * stride + from + v * kLanes, simd::mul(scaled, simd::load(scale + v * kLanes)));
+      });
+    } else {
+      alignas(64) float totals[kSums * kLanes];
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) { simd::store(totals + i * kLanes, simd::zero()); });
+      for (int64_t left = inputs; left > 0; left -= group_size, offset += kRows, scale += kPanel) {
+        I sums[kSums];
+        int64_t here = least(group_size, left);
+        if constexpr (Codes::kMostInputs == 0) {
+          sum_products<Codes, kRows>(code, weight, here, ahead, sums);
+        } else {
+          unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::izero(); });
+          for (; here > 0; here -= Codes::kMostInputs) {
+            I narrow[kSums];
+            sum_products<Codes, kRows>(code, weight, least(here, Codes::kMostInputs), ahead, narrow);
+            unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+              sums[i] = simd::iadd(sums[i], Codes::widen(narrow[i]));
+            });
+          }
+        }
+        unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+          constexpr int r = i / kVectors, v = i % kVectors;
+          const F sum = simd::to_float(simd::isub(sums[i], simd::iset(offset[r])));
+          float* const total = totals + i * kLanes;
+          simd::store(total, simd::fma(sum, simd::load(scale + v * kLanes), simd::load(total)));
+        });
+      }
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = i / kVectors, v = i % kVectors;
+        const F scaled = simd::mul(simd::load(totals + i * kLanes), simd::set(tile.scales[r]));
+        simd::store(out + r * stride + from + v * kLanes, scaled);
+      });
+    }
+    ahead.stride = 0;
   }
-  return multiply_tile<kRows>;
+}
+
+template <class Codes>
+using MultiplyTile = void (*)(const Tile<Codes>&, const Panel&, int64_t, int64_t, float*, int64_t, Ahead);
+
+template <class Codes, int kRows>
+MultiplyTile<Codes> find_multiply_tile(int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return find_multiply_tile<Codes, kRows - 1>(rows);
+  }
+  return multiply_tile<Codes, kRows>;
 }
 
 inline F silu(F x) {
@@ -113,42 +184,54 @@ inline F silu(F x) {
   return simd::div(x, simd::add(simd::set(1.0f), exp2(simd::min(simd::set(126.0f), scaled))));
 }
 
+template <class Codes>
 struct Product {
-  const dlm::Int8Linear& layer;
-  const Code* codes;
-  const RowScale* scales;
+  const dlm::Linear& layer;
+  int64_t group_size, groups;
   Tiles tiles;
+  typename Codes::Code* codes;  // of all tiles, as are offsets and scales
+  int32_t* offsets;
+  float* scales;
+
+  void quantise(int64_t tile) const {
+    const int64_t start = tiles.start(tile);
+    quantise_tile<Codes>(layer.x + start * layer.inputs, tiles.rows(tile), layer.inputs, group_size,
+                         codes + start * layer.inputs, offsets + start * groups, scales + start);
+  }
 
   // Panel `number` of the weights, rows of tiles [first, last).
-  void panel(size_t weight, int64_t number, int64_t first, int64_t last) const {
-    const int64_t steps = layer.inputs / kDot, bytes = steps * kPanel * kDot;
-    const dlm::Int8Weight& w = layer.weights[weight];
+  void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
+    const int64_t bytes = layer.inputs / Codes::kParts * kPanel, reads = bytes / (kPanel * kDot);
+    const dlm::LinearWeight& w = layer.weights[weight];
     const int64_t column = number * kPanel, columns = least(kPanel, w.columns - column);
-    const uint8_t* const here = w.panels + number * bytes;
+    const auto panel_of = [&](const dlm::LinearWeight& of) {
+      return Panel{of.panels + number * bytes, of.scales + number * groups * kPanel};
+    };
+    const Panel panel = panel_of(w);
     const bool is_last = (number + 1) * kPanel >= w.columns;
-    for (int64_t tile = first; tile < last; ++tile) {
-      const int64_t start = tiles.start(tile), rows = tiles.rows(tile);
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t start = tiles.start(at), rows = tiles.rows(at);
       float* const out = layer.outputs[layer.is_gated ? 0 : weight] + start * w.columns + column;
-      // Each tile fetches its share of the next panel, a line (64 bytes) or two a step.
+      // Each tile fetches its share of the next panel, a line (64 bytes) or two a read.
       const int64_t lines = bytes / 64, share = (lines + last - first - 1) / (last - first);
-      const uint8_t* const next = is_last ? here : here + bytes + (tile - first) * share * 64;
-      const int64_t next_stride = is_last ? 0 : most(1, share / most(1, steps)) * 64;
-      float gate[simd::kTileRows * kPanel], whole[simd::kTileRows * kPanel];
-      const MultiplyTile multiply = find_multiply_tile<simd::kTileRows>(rows);
-      const Code* const a = codes + start * layer.inputs;
-      const RowScale* const s = scales + start;
+      const uint8_t* const next = is_last ? panel.codes : panel.codes + bytes + (at - first) * share * 64;
+      const int64_t stride = is_last ? 0 : most(1, share / most(1, reads)) * 64;
+      float gate[Codes::kTileRows * kPanel], whole[Codes::kTileRows * kPanel];
+      const Tile<Codes> tile{codes + start * layer.inputs, offsets + start * groups, scales + start};
+      const auto multiply_by = [&](const Panel& by, float* to, int64_t to_stride, const uint8_t* ahead) {
+        find_multiply_tile<Codes, Codes::kTileRows>(rows)(tile, by, layer.inputs, group_size, to, to_stride, {ahead, stride});
+      };
       if (layer.is_gated) {
-        multiply(a, here, steps, s, w.scales + column, gate, kPanel, next, next_stride);
-        const dlm::Int8Weight& up = layer.weights[1];
-        multiply(a, up.panels + number * bytes, steps, s, up.scales + column, whole, kPanel,
-                 is_last ? here : up.panels + (next - w.panels), next_stride);
+        multiply_by(panel, gate, kPanel, next);
+        const Panel up = panel_of(layer.weights[1]);
+        multiply_by(up, whole, kPanel, up.codes + (next - panel.codes));
         for (int64_t i = 0; i < rows * kPanel; i += kLanes)
           simd::store(whole + i, simd::mul(silu(simd::load(gate + i)), simd::load(whole + i)));
       } else if (columns == kPanel) {
-        multiply(a, here, steps, s, w.scales + column, out, w.columns, next, next_stride);
+        multiply_by(panel, out, w.columns, next);
         continue;
       } else {
-        multiply(a, here, steps, s, w.scales + column, whole, kPanel, next, next_stride);
+        multiply_by(panel, whole, kPanel, next);
       }
       for (int64_t r = 0; r < rows; ++r)
         __builtin_memcpy(out + r * w.columns, whole + r * kPanel, static_cast<size_t>(columns) * sizeof(float));
@@ -156,40 +239,45 @@ struct Product {
   }
 };
 
-constexpr int64_t kTasks = 16;          // a layer is cut into, where it is large enough
+constexpr int64_t kTasks = 16;  // a layer is cut into, where it is large enough
 
-void linear(const dlm::Int8Linear& layer, void* scratch, dlm::Parallel& parallel) {
-  if (layer.rows == 0) return;
-  const Tiles tiles(layer.rows, simd::kTileRows);
-  auto* const scales = static_cast<RowScale*>(scratch);
-  auto* const codes = reinterpret_cast<Code*>(scales + layer.rows);
-  const auto quantise = [&](size_t i) {
-    const auto tile = static_cast<int64_t>(i);
-    const int64_t start = tiles.start(tile);
-    quantise_tile(layer.x + start * layer.inputs, tiles.rows(tile), layer.inputs, codes + start * layer.inputs, scales + start);
-  };
+template <class Codes>
+void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch, dlm::Parallel& parallel) {
+  const int64_t groups = dlm::groups_of(layer.inputs, group_size);
+  auto* const scales = static_cast<float*>(scratch);
+  auto* const offsets = reinterpret_cast<int32_t*>(scales + layer.rows);
+  auto* const codes = reinterpret_cast<typename Codes::Code*>(offsets + layer.rows * groups);
+  const Product<Codes> product{layer, group_size, groups, Tiles(layer.rows, Codes::kTileRows), codes, offsets, scales};
+  const Tiles& tiles = product.tiles;
   // A few rows are quantised faster than a second thread is woken.
   if (layer.rows * layer.inputs < 100'000)
-    for (int64_t tile = 0; tile < tiles.count; ++tile) quantise(static_cast<size_t>(tile));
+    for (int64_t tile = 0; tile < tiles.count; ++tile) product.quantise(tile);
   else
-    parallel.each(static_cast<size_t>(tiles.count), quantise);
-  const Product product{layer, codes, scales, tiles};
+    parallel.each(static_cast<size_t>(tiles.count), [&](size_t tile) { product.quantise(static_cast<int64_t>(tile)); });
   const size_t products = layer.is_gated ? 1 : layer.count;
   int64_t panels = 0;
   for (size_t i = 0; i < products; ++i) panels += dlm::padded_columns(layer.weights[i].columns) / kPanel;
-  const int64_t groups = (tiles.count + kTilesTogether - 1) / kTilesTogether;
-  const int64_t chunk = most(1, least(8, panels * groups / kTasks)), chunks = (panels + chunk - 1) / chunk;
-  parallel.each(static_cast<size_t>(groups * chunks), [&](size_t i) {
-    const int64_t group = static_cast<int64_t>(i) / chunks, from = static_cast<int64_t>(i) % chunks * chunk;
-    const int64_t first = group * kTilesTogether, last = least(first + kTilesTogether, tiles.count);
+  const int64_t bands = (tiles.count + kTilesTogether - 1) / kTilesTogether;
+  const int64_t chunk = most(1, least(8, panels * bands / kTasks)), chunks = (panels + chunk - 1) / chunk;
+  parallel.each(static_cast<size_t>(bands * chunks), [&](size_t i) {
+    const int64_t band = static_cast<int64_t>(i) / chunks, from = static_cast<int64_t>(i) % chunks * chunk;
+    const int64_t first = band * kTilesTogether, last = least(first + kTilesTogether, tiles.count);
     for (int64_t n = from; n < least(from + chunk, panels); ++n) {
       size_t weight = 0;
       int64_t number = n;
       while (number >= dlm::padded_columns(layer.weights[weight].columns) / kPanel)
         number -= dlm::padded_columns(layer.weights[weight++].columns) / kPanel;
-      product.panel(weight, number, first, last);
+      product.multiply(weight, number, first, last);
     }
   });
+}
+
+void linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
+  if (layer.rows == 0) return;
+  if (layer.group_size == 0)
+    multiply_layer<simd::Int8>(layer, layer.inputs, scratch, parallel);
+  else
+    multiply_layer<simd::Int4>(layer, layer.group_size, scratch, parallel);
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
 // Adds the products of kRows rows, `stride` apart, and a panel's weights [inputs, 32] to sums [kRows, 32].
 template <int kRows>
 void multiply_floats(const float* x, int64_t stride, const float* weights, int64_t inputs, float* sums) {
-  constexpr int kVectors = simd::kProductVectors;
+  constexpr int kVectors = simd::kFloatVectors;
   for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
     F total[kRows * kVectors];
     unroll<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {

@@ -9,8 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
-constexpr int kFloatRows = 6;     // of a product of floats, with two vectors of weights
-constexpr int kQueryVectors = 2;  // of attention
+constexpr int kFloatRows = 6, kFloatVectors = 2;  // of a product of floats: 12 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;                   // of attention
 constexpr int kKeyBlock = 4;
 
 using F = __m256;
@@ -48,68 +48,106 @@ inline I select_greater(F x, F y, I a, I b) {
   return _mm256_castps_si256(select_greater(x, y, _mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
 }
 
-// For both kinds of product below: what they load, and codes on their way to memory.
+// ---- Products of codes: how weights and rows are read, and multiplied ----
+
 inline __m256i load_bytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline __m128i to_shorts(I x) { return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
+inline __m256i spread_four(const void* four_bytes) {
+  int32_t bits;
+  __builtin_memcpy(&bits, four_bytes, sizeof bits);
+  return _mm256_set1_epi32(bits);
+}
+
+// Four signed bytes of a row in every lane.
+struct Bytes {
+  using Code = int8_t;
+  static constexpr int kCodeOrder[] = {0, 1, 2, 3};
+  using Weights = __m256i;
+  using Activations = __m256i;
+  static Activations spread(const Code* four) { return spread_four(four); }
+  static void store_codes(Code* to, I x) {
+    const __m128i shorts = to_shorts(x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(shorts, shorts));
+  }
+};
+
+// The same with two weights in a byte.
+template <class Products>
+struct Nibbles : Products {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kWeightOffset = 8;
+  template <int kPart>
+  static __m256i load(const uint8_t* from) {
+    const __m256i bytes = load_bytes(from);
+    return _mm256_and_si256(kPart == 0 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
+  }
+};
 
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 
-constexpr int kTileRows = 6, kProductVectors = 2;  // of an INT8 product in registers: 12 sums, 2 vectors of weights
-using Code = int8_t;
-constexpr int kCodeOrder[] = {0, 1, 2, 3};
-constexpr int32_t kWeightOffset = 128;
-using Weights = __m256i;
-using Activations = __m256i;
-inline Weights load_weights(const uint8_t* from) { return load_bytes(from); }
-inline Activations spread(const Code* four) {
-  int32_t bits;
-  __builtin_memcpy(&bits, four, sizeof bits);
-  return _mm256_set1_epi32(bits);
-}
-// Their products, four a lane, added to sum.
-inline I dot(I sum, Weights w, Activations a) {
+struct Products : Bytes {
+  static constexpr int kTileRows = 6, kVectors = 2;  // in registers: 12 sums, 2 vectors of weights
+  static constexpr int64_t kMostInputs = 0;
+  static I dot(I sum, Weights w, Activations a) {
 #ifdef __AVXVNNI__
-  return _mm256_dpbusd_avx_epi32(sum, w, a);
+    return _mm256_dpbusd_avx_epi32(sum, w, a);
 #else
-  return _mm256_dpbusd_epi32(sum, w, a);
+    return _mm256_dpbusd_epi32(sum, w, a);
 #endif
-}
-inline void store_codes(Code* to, I x) {
-  const __m128i shorts = to_shorts(x);
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(shorts, shorts));
-}
+  }
+};
+
+struct Int8 : Products {
+  static constexpr int kParts = 1;
+  static constexpr int32_t kWeightOffset = 128;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    return load_bytes(from);
+  }
+};
 
 #else
 
 // Products of bytes go to 16 bits and saturate there, so both are widened first: a weight's even and odd bytes here, codes
 // when they are stored.
-constexpr int kTileRows = 4, kProductVectors = 2;  // 8 sums, 4 vectors of weights, 2 of codes
-using Code = int16_t;
-constexpr int kCodeOrder[] = {0, 2, 1, 3};
-constexpr int32_t kWeightOffset = 128;
-struct Weights {
-  __m256i even, odd;
+struct Int8 {
+  static constexpr int kTileRows = 4, kVectors = 2;  // in registers: 8 sums, 4 vectors of weights, 2 of codes
+  static constexpr int kParts = 1;
+  static constexpr int64_t kMostInputs = 0;
+  static constexpr int32_t kWeightOffset = 128;
+  using Code = int16_t;
+  static constexpr int kCodeOrder[] = {0, 2, 1, 3};
+  struct Weights {
+    __m256i even, odd;
+  };
+  using Activations = Weights;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    const __m256i w = load_bytes(from);
+    return {_mm256_and_si256(w, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(w, 8)};
+  }
+  static Activations spread(const Code* four) { return {spread_four(four), spread_four(four + 2)}; }
+  static I dot(I sum, Weights w, Activations a) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w.even, a.even));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(w.odd, a.odd));
+  }
+  static void store_codes(Code* to, I x) {
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(to_shorts(x), order));
+  }
 };
-using Activations = Weights;
-inline Weights load_weights(const uint8_t* from) {
-  const __m256i w = load_bytes(from);
-  return {_mm256_and_si256(w, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(w, 8)};
-}
-inline Activations spread(const Code* four) {
-  int32_t even, odd;
-  __builtin_memcpy(&even, four, sizeof even);
-  __builtin_memcpy(&odd, four + 2, sizeof odd);
-  return {_mm256_set1_epi32(even), _mm256_set1_epi32(odd)};
-}
-inline I dot(I sum, Weights w, Activations a) {
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w.even, a.even));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(w.odd, a.odd));
-}
-inline void store_codes(Code* to, I x) {
-  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(to_shorts(x), order));
-}
+
+// Products of nibbles and bytes fit 16 bits, and so do sums of 16 of them: 16 * 15 * 127 is 30480.
+struct Products : Bytes {
+  static constexpr int kTileRows = 6, kVectors = 2;  // in registers: 12 sums, 2 vectors of weights
+  static constexpr int64_t kMostInputs = 32;
+  static I dot(I sum, Weights w, Activations a) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, a)); }
+  static I widen(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+};
+
 #endif
+
+using Int4 = Nibbles<Products>;
 
 // What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
 using Table = __m128i;
@@ -121,7 +159,8 @@ inline F look_up(Table table, const uint8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
 }
 
-inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+// Inlined early: GCC takes a call for one without effects, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 
 }  // namespace simd
 }  // namespace

@@ -9,9 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 16;
-constexpr int kTileRows = 12, kProductVectors = 2;  // of an INT8 product in registers: 24 sums, 2 vectors of weights
-constexpr int kFloatRows = 12;  // of a product of floats, with as many vectors
-constexpr int kQueryVectors = 2;  // of attention
+constexpr int kFloatRows = 12, kFloatVectors = 2;  // of a product of floats: 24 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;                   // of attention
 constexpr int kKeyBlock = 8;
 
 using F = __m512;
@@ -47,22 +46,43 @@ inline F power_of_two(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512
 inline F select_greater(F x, F y, F a, F b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a); }
 inline I select_greater(F x, F y, I a, I b) { return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a); }
 
+// ---- Products of codes: how weights and rows are read, and multiplied ----
+
 // Four bytes a lane: unsigned ones of a weight, and the same four signed ones in every lane.
-using Code = int8_t;
-constexpr int kCodeOrder[] = {0, 1, 2, 3};
-constexpr int32_t kWeightOffset = 128;
-using Weights = __m512i;
-using Activations = __m512i;
-inline Weights load_weights(const uint8_t* from) { return _mm512_loadu_si512(from); }
-inline Activations spread(const Code* four) {
-  int32_t bits;
-  __builtin_memcpy(&bits, four, sizeof bits);
-  return _mm512_set1_epi32(bits);
-}
-// Their products, four a lane, added to sum.
-inline I dot(I sum, Weights w, Activations a) { return _mm512_dpbusd_epi32(sum, w, a); }
-// Lanes that fit a byte.
-inline void store_codes(Code* to, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x)); }
+struct Bytes {
+  static constexpr int kTileRows = 12, kVectors = 2;  // in registers: 24 sums, 2 vectors of weights
+  static constexpr int64_t kMostInputs = 0;
+  using Code = int8_t;
+  static constexpr int kCodeOrder[] = {0, 1, 2, 3};
+  using Weights = __m512i;
+  using Activations = __m512i;
+  static Activations spread(const Code* four) {
+    int32_t bits;
+    __builtin_memcpy(&bits, four, sizeof bits);
+    return _mm512_set1_epi32(bits);
+  }
+  static I dot(I sum, Weights w, Activations a) { return _mm512_dpbusd_epi32(sum, w, a); }
+  static void store_codes(Code* to, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x)); }
+};
+
+struct Int8 : Bytes {
+  static constexpr int kParts = 1;
+  static constexpr int32_t kWeightOffset = 128;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    return _mm512_loadu_si512(from);
+  }
+};
+
+struct Int4 : Bytes {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kWeightOffset = 8;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    const __m512i bytes = _mm512_loadu_si512(from);
+    return _mm512_and_si512(kPart == 0 ? bytes : _mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15));
+  }
+};
 
 // What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
 using Table = __m128i;
@@ -74,7 +94,8 @@ inline F look_up(Table table, const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
 }
 
-inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+// Inlined early: GCC takes a call for one without effects, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 
 }  // namespace simd
 }  // namespace

@@ -9,9 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 4;
-constexpr int kTileRows = 5, kProductVectors = 4;  // of an INT8 product in registers: 20 sums, 4 vectors of weights
-constexpr int kFloatRows = 5;                      // of a product of floats, with as many vectors
-constexpr int kQueryVectors = 4;                   // of attention
+constexpr int kFloatRows = 5, kFloatVectors = 4;  // of a product of floats: 20 sums, 4 vectors of weights
+constexpr int kQueryVectors = 4;                  // of attention
 constexpr int kKeyBlock = 4;
 
 using F = float32x4_t;
@@ -47,26 +46,48 @@ inline F power_of_two(I n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
 inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
 
-// Four bytes a lane, both signed: one instruction takes the 128 off again that weights are stored too large by.
-using Code = int8_t;
-constexpr int kCodeOrder[] = {0, 1, 2, 3};
-constexpr int32_t kWeightOffset = 0;
-using Weights = int8x16_t;
-using Activations = int8x8_t;  // four codes and nothing: the product takes them from a lane
-inline Weights load_weights(const uint8_t* from) { return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(from), vdupq_n_u8(128))); }
-inline Activations spread(const Code* four) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, four, sizeof bits);
-  return vcreate_s8(bits);
-}
-// Their products, four a lane, added to sum.
-inline I dot(I sum, Weights w, Activations a) { return vdotq_lane_s32(sum, w, a, 0); }
-// Lanes that fit a byte.
-inline void store_codes(Code* to, I x) {
-  const int16x4_t shorts = vmovn_s32(x);
-  const int8x8_t bytes = vmovn_s16(vcombine_s16(shorts, shorts));
-  vst1_lane_s32(reinterpret_cast<int32_t*>(to), vreinterpret_s32_s8(bytes), 0);
-}
+// ---- Products of codes: how weights and rows are read, and multiplied ----
+
+// Four bytes a lane, both signed.
+struct Bytes {
+  static constexpr int kTileRows = 5, kVectors = 4;  // in registers: 20 sums, 4 vectors of weights
+  static constexpr int64_t kMostInputs = 0;
+  using Code = int8_t;
+  static constexpr int kCodeOrder[] = {0, 1, 2, 3};
+  using Weights = int8x16_t;
+  using Activations = int8x8_t;  // four codes and nothing: the product takes them from a lane
+  static Activations spread(const Code* four) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, four, sizeof bits);
+    return vcreate_s8(bits);
+  }
+  static I dot(I sum, Weights w, Activations a) { return vdotq_lane_s32(sum, w, a, 0); }
+  static void store_codes(Code* to, I x) {
+    const int16x4_t shorts = vmovn_s32(x);
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(shorts, shorts));
+    vst1_lane_s32(reinterpret_cast<int32_t*>(to), vreinterpret_s32_s8(bytes), 0);
+  }
+};
+
+// One instruction takes the 128 off again that weights are stored too large by.
+struct Int8 : Bytes {
+  static constexpr int kParts = 1;
+  static constexpr int32_t kWeightOffset = 0;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(from), vdupq_n_u8(128)));
+  }
+};
+
+struct Int4 : Bytes {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kWeightOffset = 8;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    const uint8x16_t bytes = vld1q_u8(from);
+    return vreinterpretq_s8_u8(kPart == 0 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4));
+  }
+};
 
 // What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
 using Table = int8x16_t;
@@ -79,7 +100,8 @@ inline F look_up(Table table, const uint8_t* from) {
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vqtbl1_s8(table, nibbles)))));
 }
 
-inline void prefetch(const void* at) { __builtin_prefetch(at); }
+// Inlined early: GCC takes a call for one without effects, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* at) { __builtin_prefetch(at); }
 
 }  // namespace simd
 }  // namespace

@@ -1,4 +1,4 @@
-// Every set of kernels that this processor has against plain loops: INT8 layers to the bit, what sums floats to a tolerance.
+// Every set of kernels that this processor has against plain loops: INT8 and INT4 layers to the bit, what sums floats to a tolerance.
 //
 // Prints a line for each set and "N passed, N failed"; the exit status is 1 if one failed.
 #include "kernels.h"
@@ -97,31 +97,44 @@ double distance(const Floats& got, const std::vector<double>& expected, double s
   return worst;
 }
 
-// ---- INT8 linear layers ----
+// ---- INT8 and INT4 linear layers ----
 
 struct Weight {
-  int64_t inputs, columns;
-  std::vector<uint8_t> plain;   // [K, N], 128 too large
+  int64_t inputs, columns, group_size;  // 0: INT8
+  std::vector<uint8_t> plain;   // [K, N], 128 too large, in INT4 8
   std::vector<uint8_t> panels;  // as kernels want them
   Floats scales;
 
-  Weight(int64_t K, int64_t N) : inputs(K), columns(N), plain(static_cast<size_t>(K * N)), scales(size()) {}
-  size_t size() const { return static_cast<size_t>(dlm::padded_columns(columns)); }
+  Weight(int64_t K, int64_t N, int64_t size)
+      : inputs(K), columns(N), group_size(size), plain(static_cast<size_t>(K * N)), scales(width() * groups()) {}
+  size_t width() const { return static_cast<size_t>(dlm::padded_columns(columns)); }
+  size_t groups() const { return group_size == 0 ? 1 : static_cast<size_t>(dlm::groups_of(inputs, group_size)); }
+  int offset() const { return group_size == 0 ? 128 : 8; }
   uint8_t& at(int64_t k, int64_t n) { return plain[static_cast<size_t>(k * columns + n)]; }
+  float scale(int64_t k, int64_t n) const {
+    const int64_t all = static_cast<int64_t>(groups()), group = group_size == 0 ? 0 : k / group_size;
+    return scales[static_cast<size_t>((n / 32 * all + group) * 32 + n % 32)];
+  }
 
   // What fills up the last panel must not matter, so it is not zero here.
   Weight& pack() {
-    panels.assign(static_cast<size_t>(inputs) * size(), 77);
+    const int64_t parts = group_size == 0 ? 1 : 2;
+    panels.assign(static_cast<size_t>(inputs / parts) * width(), 77);
     for (int64_t k = 0; k < inputs; ++k)
-      for (int64_t n = 0; n < columns; ++n)
-        panels[static_cast<size_t>(((n / 32 * (inputs / 4) + k / 4) * 32 + n % 32) * 4 + k % 4)] = at(k, n);
+      for (int64_t n = 0; n < columns; ++n) {
+        const int64_t together = 4 * parts, row = n / 32 * (inputs / together) + k / together;
+        uint8_t& byte = panels[static_cast<size_t>((row * 32 + n % 32) * 4 + k % 4)];
+        if (parts == 1) byte = at(k, n);
+        else if (k % 8 < 4) byte = static_cast<uint8_t>((byte & 0xf0) | at(k, n));
+        else byte = static_cast<uint8_t>((byte & 0x0f) | at(k, n) << 4);
+      }
     return *this;
   }
 };
 
-Weight make_weight(Numbers& numbers, int64_t K, int64_t N) {
-  Weight weight(K, N);
-  for (uint8_t& code : weight.plain) code = static_cast<uint8_t>(numbers.below(256));
+Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 0) {
+  Weight weight(K, N, group_size);
+  for (uint8_t& code : weight.plain) code = static_cast<uint8_t>(numbers.below(2 * weight.offset()));
   for (float& scale : weight.scales) scale = 0.01f + 0.001f * static_cast<float>(numbers.below(20));
   weight.pack();
   return weight;
@@ -130,7 +143,7 @@ Weight make_weight(Numbers& numbers, int64_t K, int64_t N) {
 // Results of a layer of one kernel or of the plain loops, one for each output.
 std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel, const Floats& x, int64_t rows,
                                const std::vector<Weight>& weights, bool is_gated) {
-  std::vector<dlm::Int8Weight> given;
+  std::vector<dlm::LinearWeight> given;
   std::vector<Floats> results;
   std::vector<float*> outputs;
   for (const Weight& weight : weights) {
@@ -138,7 +151,8 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
     if (results.empty() || !is_gated) results.emplace_back(static_cast<size_t>(rows * weight.columns), 12345.0f);
   }
   for (Floats& result : results) outputs.push_back(result.data());
-  const dlm::Int8Linear layer{x.data(), rows, weights[0].inputs, given.data(), outputs.data(), given.size(), is_gated};
+  const dlm::Linear layer{x.data(),       rows,         weights[0].inputs, given.data(),
+                          outputs.data(), given.size(), is_gated,          weights[0].group_size};
   void* scratch = nullptr;
   if (posix_memalign(&scratch, 64, layer.scratch_bytes()) != 0) std::abort();
   kernels.linear(layer, scratch, parallel);
@@ -157,10 +171,16 @@ Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
     for (int64_t k = 0; k < K; ++k) amax = std::max(amax, std::abs(row[k])), is_finite &= std::isfinite(row[k]);
     const float inverse = 127.0f / amax, scale = amax / 127.0f;
     for (int64_t n = 0; n < N; ++n) {
-      int64_t sum = 0;
-      for (int64_t k = 0; k < K && is_finite; ++k)
-        sum += std::lrintf(row[k] * inverse) * (weight.plain[static_cast<size_t>(k * N + n)] - 128);
-      y.push_back(is_finite ? static_cast<float>(sum) * scale * weight.scales[static_cast<size_t>(n)] : kNan);
+      const int64_t together = weight.group_size == 0 ? K : weight.group_size;
+      float total = 0;
+      for (int64_t from = 0; from < K && is_finite; from += together) {
+        int64_t sum = 0;
+        for (int64_t k = from; k < std::min(from + together, K); ++k)
+          sum += std::lrintf(row[k] * inverse) * (weight.plain[static_cast<size_t>(k * N + n)] - weight.offset());
+        const float whole = static_cast<float>(sum), step = weight.scale(from, n);
+        total = weight.group_size == 0 ? whole * scale * step : std::fma(whole, step, total);
+      }
+      y.push_back(!is_finite ? kNan : weight.group_size == 0 ? total : total * scale);
     }
   }
   return y;
@@ -199,12 +219,54 @@ void test_linear(Tally& tally, const dlm::Kernels& kernels) {
   check_linear(tally, kernels, {}, 0, {make_weight(numbers, 20, 33)});
 }
 
+constexpr int64_t kGroupSizes[] = {8, 24, 32, 40, 128};
+
+void test_int4_linear(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(13);
+  for (const int64_t size : kGroupSizes) {
+    const std::string about = std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
+    for (int64_t rows = 1; rows <= 40; ++rows) {
+      for (const int64_t K : {8, 32, 40, 136, 264}) {  // some with a last group that is short
+        std::vector<Weight> weights;
+        for (int64_t i = 0; i < 1 + rows % 3; ++i) weights.push_back(make_weight(numbers, K, 1 + numbers.below(100), size));
+        tally.about = about + std::to_string(rows) + " rows of " + std::to_string(K);
+        check_linear(tally, kernels, numbers.normals(rows * K), rows, weights);
+      }
+    }
+    for (int64_t columns = 1; columns <= 100; ++columns) {
+      tally.about = about + std::to_string(columns) + " columns";
+      check_linear(tally, kernels, numbers.normals(3 * 48), 3, {make_weight(numbers, 48, columns, size)});
+    }
+    tally.about = about + "rows that are quantised by tasks";
+    check_linear(tally, kernels, numbers.normals(300 * 344), 300, {make_weight(numbers, 344, 70, size)});
+    tally.about = about + "no rows";
+    check_linear(tally, kernels, {}, 0, {make_weight(numbers, 24, 33, size)});
+  }
+}
+
+// Sums of the largest codes in 16 bits come within 7% of their end.
+void test_int4_linear_extremes(Tally& tally, const dlm::Kernels& kernels) {
+  constexpr int64_t K = 1032, N = 40;
+  for (const int64_t size : kGroupSizes) {
+    tally.about = std::string(kernels.name) + ", groups of " + std::to_string(size);
+    for (const uint8_t code : {0, 1, 15}) {
+      Weight weight(K, N, size);
+      std::fill(weight.plain.begin(), weight.plain.end(), code);
+      std::fill(weight.scales.begin(), weight.scales.end(), 1.0f);
+      Floats x(3 * K, 127.0f);
+      std::fill(x.begin() + K, x.begin() + 2 * K, -127.0f);
+      for (int64_t k = 0; k < K; k += 2) x[static_cast<size_t>(2 * K + k)] = -127.0f;
+      check_linear(tally, kernels, x, 3, {weight.pack()});
+    }
+  }
+}
+
 // Products of the largest codes overflow 16 bits in pairs: kernels must not add them up there.
 void test_linear_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1028, N = 40;
   tally.about = kernels.name;
   for (const uint8_t code : {0, 1, 255}) {
-    Weight weight(K, N);
+    Weight weight(K, N, 0);
     std::fill(weight.plain.begin(), weight.plain.end(), code);
     std::fill(weight.scales.begin(), weight.scales.end(), 1.0f);
     Floats x(3 * K, 127.0f);
@@ -223,16 +285,19 @@ void test_linear_extremes(Tally& tally, const dlm::Kernels& kernels) {
 
 void test_linear_keeps_what_is_not_finite_in_its_row(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(3);
-  tally.about = kernels.name;
-  for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
-    for (const int64_t k : {0, 5, 31, 32, 35}) {
-      Floats x = numbers.normals(15 * 36);
-      x[static_cast<size_t>(13 * 36 + k)] = bad;
-      const std::vector<Weight> weights = {make_weight(numbers, 36, 40), make_weight(numbers, 36, 40)};
-      check_linear(tally, kernels, x, 15, weights);
-      InOrder in_order;
-      const Floats gated = run_linear(kernels, in_order, x, 15, weights, true)[0];
-      for (int64_t i = 0; i < 15 * 40; ++i) CHECK(std::isfinite(gated[static_cast<size_t>(i)]) == (i / 40 != 13));
+  for (const int64_t size : {0, 32}) {
+    const int64_t K = size == 0 ? 36 : 40;
+    tally.about = std::string(kernels.name) + ", groups of " + std::to_string(size);
+    for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
+      for (const int64_t k : {0, 5, 31, 32, 35}) {
+        Floats x = numbers.normals(15 * K);
+        x[static_cast<size_t>(13 * K + k)] = bad;
+        const std::vector<Weight> weights = {make_weight(numbers, K, 40, size), make_weight(numbers, K, 40, size)};
+        check_linear(tally, kernels, x, 15, weights);
+        InOrder in_order;
+        const Floats gated = run_linear(kernels, in_order, x, 15, weights, true)[0];
+        for (int64_t i = 0; i < 15 * 40; ++i) CHECK(std::isfinite(gated[static_cast<size_t>(i)]) == (i / 40 != 13));
+      }
     }
   }
 }
@@ -242,10 +307,11 @@ void test_gated_linear(Tally& tally, const dlm::Kernels& kernels) {
   InOrder in_order;
   for (const int64_t rows : {1, 2, 7, 12, 13, 40}) {
     for (const int64_t columns : {1, 31, 32, 33, 100}) {
+      const int64_t size = rows % 2 * 16, K = 40;
       tally.about = std::string(kernels.name) + ", " + std::to_string(rows) + " rows, " + std::to_string(columns) + " columns";
-      const std::vector<Weight> weights = {make_weight(numbers, 36, columns), make_weight(numbers, 36, columns)};
-      Floats x = numbers.normals(rows * 36);
-      for (int64_t k = 0; k < 36; ++k) x[static_cast<size_t>(k)] *= 1000;  // far into both ends of the sigmoid
+      const std::vector<Weight> weights = {make_weight(numbers, K, columns, size), make_weight(numbers, K, columns, size)};
+      Floats x = numbers.normals(rows * K);
+      for (int64_t k = 0; k < K; ++k) x[static_cast<size_t>(k)] *= 1000;  // far into both ends of the sigmoid
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
       const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
       // Exponentials are within 2e-7 and rounding their exponent's share, and what follows rounds three times, 6e-8 each.
@@ -580,19 +646,22 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
   Reversed reversed;
   Threaded threaded;
   Numbers numbers(10);
-  const Floats x = numbers.normals(300 * 340);
-  const std::vector<Weight> weights = {make_weight(numbers, 340, 170), make_weight(numbers, 340, 170)};
+  const Floats x = numbers.normals(300 * 344);
+  const std::vector<Weight> weights = {make_weight(numbers, 344, 170), make_weight(numbers, 344, 170)};
+  const std::vector<Weight> int4 = {make_weight(numbers, 344, 170, 32), make_weight(numbers, 344, 170, 32)};
   Attention attention(numbers, 2, 40, 33, 4, 2, 20);
   Rows rows(numbers, 9, 160);
   const Nvfp4 nvfp4(numbers, 336, 170);
   const Floats z = nvfp4.run(kernels, in_order, x, 300);
   const std::vector<Floats> y = run_linear(kernels, in_order, x, 300, weights, false);
   const std::vector<Floats> gated = run_linear(kernels, in_order, x, 300, weights, true);
+  const std::vector<Floats> by_int4 = run_linear(kernels, in_order, x, 300, int4, false);
   attention.run(kernels, in_order), rows.run(kernels, in_order);
   for (dlm::Parallel* const other : {static_cast<dlm::Parallel*>(&reversed), static_cast<dlm::Parallel*>(&threaded)}) {
     CHECK(same_bits(nvfp4.run(kernels, *other, x, 300), z));
     CHECK(run_linear(kernels, *other, x, 300, weights, false) == y);
     CHECK(run_linear(kernels, *other, x, 300, weights, true) == gated);
+    CHECK(run_linear(kernels, *other, x, 300, int4, false) == by_int4);
     Attention again = attention;
     again.run(kernels, *other);
     CHECK(same_bits(again.y, attention.y) && same_bits(again.present_keys, attention.present_keys));
@@ -615,6 +684,8 @@ int main() {
     std::printf("%s\n", kernels->name);
     test_linear(tally, *kernels);
     test_linear_extremes(tally, *kernels);
+    test_int4_linear(tally, *kernels);
+    test_int4_linear_extremes(tally, *kernels);
     test_linear_keeps_what_is_not_finite_in_its_row(tally, *kernels);
     test_gated_linear(tally, *kernels);
     test_nvfp4_linear(tally, *kernels);
