@@ -71,3 +71,25 @@ def test_a_full_disk_is_told_before_anything_is_computed(
     with pytest.raises(MemoryLimitError, match=r"no room for [\d,]+ bytes of activations \(No space left on device\)"):
         Carried(families.layered(source.parameters, source.network), [np.arange(4)], memory_bytes=0, folder=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkpoint: Path) -> None:
+    source = open_source(llada_checkpoint)
+    parts = families.layered(source.parameters, source.network, torch.bfloat16)  # of fp32 weights: all are made
+
+    def values(i: int) -> list[torch.Tensor]:
+        return [weight.clone() for weight in parts.block(i).parameters()]
+
+    expected = [values(0), values(1)]
+    first = parts.block(0)
+    places = {weight.data_ptr() for weight in first.parameters()}
+    second = parts.block(1)
+    assert places.isdisjoint(weight.data_ptr() for weight in second.parameters())
+    del first
+    places = {weight.data_ptr() for weight in second.parameters()}
+    del second
+    first = parts.block(0)
+    assert {weight.data_ptr() for weight in first.parameters()} == places
+    second = parts.block(1)
+    for block, wanted in zip((first, second), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(block.parameters(), wanted, strict=True))

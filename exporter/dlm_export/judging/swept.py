@@ -52,6 +52,7 @@ class SweptPredictor:
             block = self.layered.block(i)
             carried.through(i, block)
             walked.through(i, block)
+            del block  # before the next one is read into its memory
         self._walked = walked.features()
         found = carried.features([rows for _, rows in alone.values()])
         self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -78,6 +79,8 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
+        self._last: Callable[[], object] = lambda: None  # the layer read last, while anybody holds it
+        self._rooms: list[Tensor] = []  # where its weights lie, if they were widened
         tables = network.rotary_tables()
         self._rotary = [Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables]
         used = [rotary_table(layer.attention) for layer in network.layers]
@@ -89,11 +92,29 @@ class Layered:
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
 
     def block(self, i: int) -> Block:
-        """Layer ``i`` with its weights, which go when it goes."""
+        """Layer ``i`` with its weights, which go when it goes: the next layer's may then lie in the same memory."""
         c = self.network
         with torch.device("meta"):
             block = Block(c.layers[i], c.hidden_size, is_plain=False)
-        return self._filled(block, f"blocks.{i}.")
+        spare = self._rooms if self._last() is None else []
+        self._rooms = []
+        state = {name: self._widened(f"blocks.{i}.{name}", spare) for name, _ in block.named_parameters()}
+        self._last = weakref.ref(block)
+        return _filled(block, state)
+
+    def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
+        """A parameter in ``dtype`` on the device, in its order of memory; if room for it is made, then of ``spare`` first.
+
+        Memory that is new is handed out page by page, which takes several times as long as widening bf16 does.
+        """
+        stored = self.read(parameter, None)
+        if stored.dtype == self.dtype or self.device.type != "cpu":
+            return stored.to(self.device).to(self.dtype)
+        fitting = (i for i, room in enumerate(spare) if (room.shape, room.stride()) == (stored.shape, stored.stride()))
+        at = next(fitting, None)
+        room = torch.empty_like(stored, dtype=self.dtype) if at is None else spare.pop(at)
+        self._rooms.append(room)
+        return room.copy_(stored)
 
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
@@ -131,7 +152,7 @@ class Layered:
         c = self.network
         with torch.device("meta"):
             norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain=False)
-        return self._filled(norm, "final_norm.")
+        return _filled(norm, {"weight": self.read("final_norm.weight", self.dtype).to(self.device)})
 
     def head(self) -> Head:
         """The head, as it is stored."""
@@ -139,11 +160,11 @@ class Layered:
             self.read("embed.weight", None).T if self.network.tied_head else self.read("head.weight", None), self.device
         )
 
-    def _filled(self, module: _Module, prefix: str) -> _Module:
-        state = {name: self.read(prefix + name, self.dtype).to(self.device) for name, _ in module.named_parameters()}
-        module.load_state_dict(state, assign=True)
-        give_back()
-        return module.eval().requires_grad_(False)
+
+def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
+    module.load_state_dict(state, assign=True)
+    give_back()
+    return module.eval().requires_grad_(False)
 
 
 class Head:

@@ -111,6 +111,7 @@ def _make_passes(
         parts = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
         for course, keys, values in zip(step, *parts, strict=True):
             course.keep(i, keys, values)
+        del block  # before the next one is read into its memory
     starts = itertools.accumulate(map(len, ids), initial=0)
     scored: list[_Course] = []
     rows: list[Tensor] = []
