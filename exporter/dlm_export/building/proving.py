@@ -17,7 +17,10 @@ from dlm_export.judging.judge import Judgement, check_budgets
 from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
+from dlm_export.quantising import samples
 from dlm_export.workplace import Workplace
+
+STATES_A_SAMPLE = 2  # that layers are ranked by, of the samples that were worth judging: one costs as much as ten passes
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,13 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
                 source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay, workplace=workplace
             )
     exact = effort.name == "full"
+    states = calibration.states
+    if not exact:
+        drawn = samples.masked_states(source, replace(calibration.data, calibration=fitting), options.calibration)
+        states = (states or list(drawn))[: STATES_A_SAMPLE * len(fitting)]
     with stages.stage("sweep layers", sensitivity.units(source.network, len(numbers.formats), exact=exact)) as advance:
         (lost,) = sensitivity.losses(
-            numbers.parameters, source.network, [numbers], calibration.states, advance, exact=exact, workplace=workplace
+            numbers.parameters, source.network, [numbers], states, advance, exact=exact, workplace=workplace
         )
     judgement = replace(
         judgement,

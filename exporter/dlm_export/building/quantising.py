@@ -25,11 +25,11 @@ from dlm_runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The states that ranges come from, with the data they were made of and what the manifest says of both."""
+    """Data, the states that were made of it, and what the manifest says of both; no states and None where no recipe asks."""
 
     data: samples.Data
-    states: list[State]
-    provenance: dict[str, Any]
+    states: list[State] = field(default_factory=list)
+    provenance: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,9 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
     needs_states = recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     calibration = None
     if needs_states or request.is_judged:
-        calibration = _make_states(job, tokenizer, workplace, stages)
+        calibration = Calibration(samples.load_data(source.network, source.path, tokenizer, options.calibration))
+        if needs_states or options.effort.name == "full":
+            calibration = _make_states(job, calibration.data, workplace, stages)
     curve: list[auto.CurvePoint] = []
     if recipe is None or formats is None:
         assert calibration is not None
@@ -111,9 +113,8 @@ def stored_recipe(source: Source) -> Recipe:
     return Recipe(STORED, layers)
 
 
-def _make_states(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages) -> Calibration:
+def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Stages) -> Calibration:
     source, options = job.source, job.request.options.quantise
-    data = samples.load_data(source.network, source.path, tokenizer, options.calibration)
     if workplace.states is not None and workplace.states.exists():
         states = read_states(workplace.states)
     else:

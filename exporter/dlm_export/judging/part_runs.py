@@ -83,6 +83,7 @@ def open_graph(model: ir.Model, folder: Path, *, is_simulated: bool) -> onnxrunt
     for key, value in {
         "session.force_spinning_stop": "1",
         "session.qdq_matmulnbits_accuracy_level": "1",
+        "session.x64quantprecision": "1",
         "session.disable_quant_qdq": str(int(is_simulated)),
         "session.model_external_initializers_file_folder_path": str(folder),
     }.items():

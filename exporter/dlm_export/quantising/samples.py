@@ -175,9 +175,19 @@ def calibration_states(
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
     """The states of ``data.calibration``; see ``trajectories``, which are run if they are asked for."""
+    _, policy = threshold_preset(source.network, source.presets, options.preset)
+    runs = trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
+    return _states(source, data, options, runs)
+
+
+def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
+    """States of ``data.calibration`` that need no denoiser: masked ones take the places of those of trajectories."""
+    return _states(source, data, options, None)
+
+
+def _states(source: Source, data: Data, options: CalibrationOptions, runs: Trajectories | None) -> Iterator[State]:
     c = source.network
     _, policy = threshold_preset(c, source.presets, options.preset)
-    mix = MIXES[options.source]
     return make_states(
         data.calibration,
         mask_token_id=c.mask_token_id,
@@ -185,7 +195,7 @@ def calibration_states(
         block_length=policy.block_length or 32,
         max_canvas_length=c.max_canvas_length,
         per_sample=options.states_per_sample,
-        mix=mix,
+        mix=MIXES[options.source],
         seed=options.seed,
-        trajectories=trajectories(layered, policy, memory_bytes, on_sample) if mix[1] else None,
+        trajectories=runs,
     )

@@ -192,6 +192,8 @@ class OnnxRuntime final : public HostEngine {
     set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.force_spinning_stop", "1"));
     // Without it the library would quantise the activations of INT4 layers to eight bits, which nobody asked for.
     set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.qdq_matmulnbits_accuracy_level", "1"));
+    // Products of unsigned by signed bytes saturate on processors without VNNI; unsigned by unsigned, which this makes, do not.
+    set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.x64quantprecision", "1"));
     // The library knows no FP8 arithmetic, yet its fusions try to use it. Off, it dequantises constants once at load.
     if (graph_.simulated)
       set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.disable_quant_qdq", "1"));
