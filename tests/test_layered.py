@@ -14,6 +14,7 @@ from dlm_export import families
 from dlm_export.network import layered
 from dlm_export.network.layered import Carried, MemoryLimitError, make_batches
 from dlm_export.sources import open_source
+from dlm_export.workplace import SMALL_MATRIX, threads_for
 
 
 def _canvases(vocab_size: int, lengths: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -93,3 +94,16 @@ def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkp
     second = parts.block(1)
     for block, wanted in zip((first, second), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(block.parameters(), wanted, strict=True))
+
+
+def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads_for(SMALL_MATRIX + 1):
+            assert torch.get_num_threads() == 2
+        with threads_for(SMALL_MATRIX):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -469,19 +469,13 @@ def device_sm() -> int | None:
     return None if failed else 10 * major.value + minor.value
 
 
-def _of_processor(*keys: str) -> str:
-    """What Linux says of the first processor under the first of these keys; empty where it says nothing."""
+def _processor() -> str:
+    """What Linux calls the first processor; empty where it says nothing."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(errors="replace").splitlines() if info.is_file() else []:
-        key, _, value = line.partition(":")
-        if key.strip() in keys:
-            return value.strip()
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return ""
-
-
-def processor_flags() -> frozenset[str]:
-    """Names of the processor's instruction sets, as Linux has them."""
-    return frozenset(_of_processor("flags", "Features").split())
 
 
 def this_machine() -> dict[str, Any]:
@@ -495,7 +489,7 @@ def this_machine() -> dict[str, Any]:
     except metadata.PackageNotFoundError:
         onnxruntime = None
     return {
-        "processor": _of_processor("model name") or platform.processor() or platform.machine(),
+        "processor": _processor() or platform.processor() or platform.machine(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -1,14 +1,20 @@
-"""Where torch works during a build: on which device, in how much memory, and in which folder what outgrows it lies."""
+"""Where torch works during a build: on which device and how many threads, in how much memory, and in which folder what
+outgrows it lies.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from dlm_export.targets import processor_flags
 from dlm_runtime.errors import DlmError, RequestError
+
+SMALL_MATRIX = 1 << 19
+"""Elements of a matrix up to which a block's product with it takes one thread about a millisecond: too little to share."""
 
 
 class DeviceError(DlmError):
@@ -29,9 +35,19 @@ class Workplace:
     states: Path | None = None
 
 
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether a device has instructions for products of bf16. Elsewhere torch takes a hundred times as long for them."""
-    return device.type == "cuda" or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(processor_flags())
+@contextmanager
+def threads_for(elements: int) -> Iterator[None]:
+    """One thread of torch's inside, where no matrix of a layer has more ``elements`` than ``SMALL_MATRIX``.
+
+    Threads that share a small product wait for each other at its end, and on a busy core for a slice of its time.
+    """
+    before = torch.get_num_threads()
+    if elements <= SMALL_MATRIX:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def find_device(name: str) -> torch.device:

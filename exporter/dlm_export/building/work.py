@@ -21,7 +21,7 @@ from dlm_export.bundle import sha256
 from dlm_export.outputs import replaced
 from dlm_export.progress import Stages
 from dlm_export.quantising.samples import CALIBRATION_FILE
-from dlm_export.workplace import Workplace
+from dlm_export.workplace import Workplace, threads_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
 
@@ -51,7 +51,9 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
         folder = kept
     folder.mkdir(parents=True, exist_ok=True)
     states = None if kept is None else folder / "states.npz"
-    yield Workplace(job.request.device, activation_bytes(job), folder, folder / "solved", states)
+    layers = (linear for linear in job.source.network.linear_layers() if linear.role != "head")
+    with threads_for(max(linear.inputs * linear.outputs for linear in layers)):
+        yield Workplace(job.request.device, activation_bytes(job), folder, folder / "solved", states)
     if kept is None:
         shutil.rmtree(folder)
 
