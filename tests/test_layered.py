@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_export import families
-from dlm_export.network import layered
+from dlm_export.network import denoiser, layered
 from dlm_export.network.layered import Carried, MemoryLimitError, make_batches
 from dlm_export.sources import open_source
 from dlm_export.workplace import SMALL_MATRIX, threads_for
@@ -107,3 +107,18 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_in_bf16_is_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels for bf16 and without, in several pieces: the nearest bf16 but where fp32 sums fall on the other side."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)
+    exact = x.double() @ weight.double()
+    monkeypatch.setattr(denoiser, "WIDENED", 96 * 16)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(denoiser, "_has_bf16_kernels", lambda has=has_kernels: has)
+        found = denoiser.product(x, weight)
+        assert found.dtype == dtype
+        # A bf16 has 8 bits, an fp32 sum of 96 products about 20 that are right.
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
