@@ -117,7 +117,7 @@ def test_a_product_in_bf16_is_rounded_once(dtype: torch.dtype, monkeypatch: pyte
     exact = x.double() @ weight.double()
     monkeypatch.setattr(denoiser, "WIDENED", 96 * 16)
     for has_kernels in (True, False):
-        monkeypatch.setattr(denoiser, "_has_bf16_kernels", lambda has=has_kernels: has)
+        monkeypatch.setattr(denoiser, "_processor_has_bf16_kernels", lambda has=has_kernels: has)
         found = denoiser.product(x, weight)
         assert found.dtype == dtype
         # A bf16 has 8 bits, an fp32 sum of 96 products about 20 that are right.

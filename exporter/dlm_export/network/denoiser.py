@@ -66,15 +66,20 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     Where a processor lacks what torch's kernels for bf16 need (AVX-512 on x86), torch multiplies number by number, fifty times
     slower than in fp32. There this multiplies in fp32, a few columns at a time, and rounds the sums, as bf16 kernels do.
     """
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or _has_bf16_kernels():
+    if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
         return x @ weight
     wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
     starts = range(0, weight.shape[1], columns)
     return torch.cat([(wide @ weight[:, start : start + columns].float()).to(x.dtype) for start in starts], -1)
 
 
+def has_bf16_kernels(device: torch.device) -> bool:
+    """Whether torch multiplies bf16 on a device as fast as fp32, or faster."""
+    return device.type != "cpu" or _processor_has_bf16_kernels()
+
+
 @functools.cache
-def _has_bf16_kernels() -> bool:
+def _processor_has_bf16_kernels() -> bool:
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

@@ -27,13 +27,13 @@ from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.families.base import Parameters, later
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.denoiser import Denoiser, has_bf16_kernels
 from dlm_export.network.layered import Carried, named
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import gptq, modelopt
 from dlm_export.quantising.gptq import Gram
 from dlm_export.quantising.solved import Solved
-from dlm_export.workplace import Workplace, multiplies_bf16
+from dlm_export.workplace import Workplace
 
 AWQ_ROWS = 256
 
@@ -44,7 +44,7 @@ LARGE = 500_000_000
 
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
     """The element type that calibration computes in."""
-    return torch.bfloat16 if network.parameter_count() > LARGE and multiplies_bf16(device) else torch.float32
+    return torch.bfloat16 if network.parameter_count() > LARGE and has_bf16_kernels(device) else torch.float32
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
