@@ -161,6 +161,24 @@ def test_solvers_fit_the_graph(source: Source, name: str, solver: str, tmp_path:
     assert _difference(source, done, tmp_path, name in SIMULATED) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["int4", "int4-awq"])
+def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> None:
+    recipe, c = RECIPES[name], source.network
+    formats = recipe.formats(list(c.quantisable()))
+    done = calibrate.calibrate(source.parameters, c, recipe, formats, _states(source), lambda: None)
+    assert formats["head"] == "int8-dynamic"
+    assert "head" not in done.solved
+    for parameter in ("head.weight", "final_norm.weight"):  # into which its scales would be folded
+        ours, theirs = (each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters))
+        assert np.array_equal(ours, theirs)
+    solved = "blocks.1.mlp.up" in done.solved
+    folded = not np.array_equal(
+        done.parameters.read("blocks.1.mlp.up.weight", np.dtype("f4")),
+        source.parameters.read("blocks.1.mlp.up.weight", np.dtype("f4")),
+    )
+    assert (solved, folded) == ((True, False) if name == "int4" else (False, True))
+
+
 @torch.no_grad()
 def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
     c, rng = source.network, np.random.default_rng(3)

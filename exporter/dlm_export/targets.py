@@ -221,7 +221,7 @@ _TARGETS = (
         FULL_PRECISIONS,
         tuple(name for name in FORMATS if name != HIGH),
         ("int4-g32-dynamic", "int8-dynamic"),
-        "int8 is the fastest; int4 and fp16 save disk and memory; fp8 and nvfp4 are simulated: exact values, fp32 speed",
+        "int8 and int4 are fastest, int4 smallest; fp16 saves disk; fp8 and nvfp4 are simulated: exact values, fp32 speed",
         aliases=CPU_ALIASES,
     ),
     _gpu(
