@@ -30,13 +30,11 @@ import tokenizers
 from llama import Llama, facts, quantise
 from shapes import ROOT, machine
 from smollm2 import gguf_path, open_smollm2
-from traces import trace_once
 
 import dlm_runtime
 from dlm_calibration import metrics
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
-from dlm_export.graph import trace
 from dlm_export.quantising.samples import JUDGED_EVERY, RANDOM_LENGTH, CalibrationOptions
 from dlm_export.sources import Source
 
@@ -163,7 +161,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="Passages to calibrate on.")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    trace.trace_pass = trace_once  # 30 layers: most of a build that is not calibrated
     source = open_smollm2()
     assert source.text.tokenizer is not None
     tokenizer = tokenizers.Tokenizer.from_str(source.text.tokenizer)
