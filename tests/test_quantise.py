@@ -89,6 +89,7 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    options.add_session_config_entry("session.x64quantprecision", "1")
     if simulated:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession(folder / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"])

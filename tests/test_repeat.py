@@ -70,8 +70,8 @@ def described(graph: ir.Graph) -> dict[str, Any]:
     ("network", "precision", "is_plain"),
     [
         pytest.param(LLADA, "fp32", False, id="llada"),
-        pytest.param(DREAM, "bf16", False, id="dream"),
-        pytest.param(replace(DREAM, tied_head=True), "fp32", True, id="dream-tied-plain"),
+        pytest.param(DREAM, "bf16", False, id="dream", marks=pytest.mark.slow),
+        pytest.param(replace(DREAM, tied_head=True), "fp32", True, id="dream-tied-plain", marks=pytest.mark.slow),
         pytest.param(MIXED, "fp32", False, id="mixed"),
         pytest.param(MIXED, "bf16", True, id="mixed-plain"),
     ],
