@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_judging_effort
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +20,7 @@ from dlm_export.sources import open_source
 from dlm_runtime import Policy
 
 LOOPS: dict[str, dict[str, Any]] = {
-    "no cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
-    "dual cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8, "cache": "dual"},
-    "prefix cache": {"commit": "static", "steps_per_block": 4, "block_length": 8, "cache": "prefix"},
-    "refreshed cache": {"commit": "threshold", "threshold": 0.05, "block_length": 6, "cache": "dual", "refresh": 4},
-    "one block": {"commit": "timestep", "score": "entropy", "block_length": 0, "steps_per_block": 6},
+    **test_judging_effort.LOOPS,
     "random order": {"commit": "static", "score": "random", "steps_per_block": 3, "block_length": 6, "cache": "dual"},
 }
 
