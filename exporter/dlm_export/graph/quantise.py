@@ -268,7 +268,11 @@ class _Writer:
         if chosen.weights in ("int8", "fp8"):
             codes = self.weight(layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8)
             scales = self.weight(layer, "scales", (N,), self.dtype)
-            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], {"axis": 1}))
+            zeros = []
+            if chosen.weights == "int8" and not self.for_tensorrt:
+                # ONNX Runtime would put one of its own in, of another shape, where it makes the codes unsigned.
+                zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]  # of each layer its own: it is replaced
+            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1}))
         assert chosen.weights == "nvfp4"
         codes = self.weight(layer, "codes", (N, K), ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4)
         scales = self.weight(layer, "scales", (N, K // 16), F8)
