@@ -131,10 +131,10 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
                 source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay, workplace=workplace
             )
     exact = effort.name == "full"
-    states = calibration.states
+    fitted = replace(calibration.data, calibration=fitting)
+    states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
-        drawn = samples.masked_states(source, replace(calibration.data, calibration=fitting), options.calibration)
-        states = (states or list(drawn))[: STATES_A_SAMPLE * len(fitting)]
+        states = states[: STATES_A_SAMPLE * len(fitting)]
     with stages.stage("sweep layers", sensitivity.units(source.network, len(numbers.formats), exact=exact)) as advance:
         (lost,) = sensitivity.losses(
             numbers.parameters, source.network, [numbers], states, advance, exact=exact, workplace=workplace

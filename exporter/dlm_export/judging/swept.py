@@ -40,7 +40,7 @@ class SweptPredictor:
             _key(step.canvas, step.rows): (walk, number)
             for walk, steps in enumerate(walks)
             for number, step in enumerate(steps)
-            if (step.span.first, step.span.last) == (0, len(step.canvas))
+            if step.span.is_whole(len(step.canvas))
         }
         wanted = {_key(canvas, rows): (canvas, rows) for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)}
         alone = {key: view for key, view in wanted.items() if key not in whole}

@@ -96,7 +96,7 @@ class Run:
     @property
     def is_whole(self) -> bool:
         """Whether the pass computes the whole canvas, and so reads no cache."""
-        return (self._span.first, self._span.last) == (0, len(self.tokens))
+        return self._span.is_whole(len(self.tokens))
 
     @property
     def rows(self) -> Tensor:

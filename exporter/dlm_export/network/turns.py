@@ -89,6 +89,10 @@ class Span:
     last: int
     is_stored: bool
 
+    def is_whole(self, length: int) -> bool:
+        """Whether these are all rows of a canvas of this length, so that its pass reads no cache."""
+        return (self.first, self.last) == (0, length)
+
 
 class Spans:
     """Which rows the passes of one request compute, turn by turn.

@@ -15,7 +15,7 @@ from torch import Tensor
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Layered
 from dlm_export.network.reference import outside, store
-from dlm_export.network.turns import Step, Walk
+from dlm_export.network.turns import Walk
 
 _Pass = tuple[int, int]  # its walk and its number there
 
@@ -38,7 +38,7 @@ class Walked:
             steps = [self.walks[walk][number] for walk, number in batch]
             x = torch.cat([self._states[walk][number] for walk, number in batch]).to(self.layered.device)
             past = [
-                None if _is_whole(step) else outside(caches[walk], step.span)
+                None if step.span.is_whole(len(step.canvas)) else outside(caches[walk], step.span)
                 for (walk, _), step in zip(batch, steps, strict=True)
             ]
             spans = [(step.span.first, step.span.last) for step in steps]
@@ -80,10 +80,6 @@ class Walked:
             tokens += own
         if batch:
             yield batch
-
-
-def _is_whole(step: Step) -> bool:
-    return (step.span.first, step.span.last) == (0, len(step.canvas))
 
 
 def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
