@@ -146,7 +146,7 @@ def gptq(
                 now[i + 1 : last] -= local[i, i + 1 : last, None] * errors[i]
             now[last:] -= local[first:last, last:].T @ errors[first:last]
             first = last
-        left[stop:] -= factor[start:stop, stop:].T @ torch.from_numpy(errors).to(factor.device)
+        left[stop:].addmm_(factor[start:stop, stop:].T, torch.from_numpy(errors).to(factor.device), alpha=-1)
     if format == "nvfp4":
         codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
     elif nearest.group_size is None:
