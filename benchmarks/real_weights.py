@@ -155,7 +155,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precisions", default=PRECISIONS, help="The first one is what the others are compared with.")
-    parser.add_argument("--file-types", default=FILE_TYPES, help="Of llama.cpp.")
+    parser.add_argument("--file-types", default=FILE_TYPES, help="Of llama.cpp; none, an empty string, needs no llama.cpp.")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--samples", type=int, default=16, help="Passages to calibrate on.")
@@ -167,8 +167,10 @@ def main() -> None:
     found = list(passages(gzip.decompress(arguments.text.read_bytes()).decode(), tokenizer))
     half = len(found) // 2
     judged = spread(found[half:], arguments.windows)
-    check_tokens(found, tokenizer)
-    print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
+    file_types = list(filter(None, arguments.file_types.split(",")))
+    if file_types:
+        check_tokens(found, tokenizer)
+        print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
     # Of a file's samples some are kept for judging, which is done by other text here.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
@@ -178,11 +180,12 @@ def main() -> None:
     for name in filter(None, arguments.precisions.split(",")):
         rows.append(judge_bundle(source, name, data, arguments.samples, judge))
         show(rows[-1])
-    for file_type in filter(None, arguments.file_types.split(",")):
+    for file_type in file_types:
         rows.append(judge_llama(file_type, judge))
         show(rows[-1])
     if arguments.json:
-        about = {"machine": machine(), "llama.cpp": facts(), "windows": arguments.windows, "samples": arguments.samples}
+        theirs = {"llama.cpp": facts()} if file_types else {}
+        about = {"machine": machine(), **theirs, "windows": arguments.windows, "samples": arguments.samples}
         arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_calibration.formats import QuantisationError, QuantisedWeight, quantise_activation, quantise_weight
+from dlm_calibration.formats import QuantisationError, QuantisedWeight, int4_scales, quantise_activation, quantise_weight
 from dlm_calibration.solvers import awq_scales, hadamard, rotate, rotate_rows, smooth_scales
 from dlm_export.quantising import gptq as solver
 
@@ -117,14 +117,21 @@ def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
 
 def _gptq_by_elimination(w: np.ndarray, hessian: np.ndarray, group_size: int, format: str) -> np.ndarray:
     """OBQ's own recurrence, rows in order: an inverse that shrinks by one row at a time, in float64, no batches."""
+    low, high, levels = (-8, 7, (7, 7.5, 8, 8.5, 9)) if format == "int4" else (-127, 127, (127,))
+    inverses = [np.linalg.inv(hessian)]
+    for _ in range(len(w) - 1):
+        inverse = inverses[-1]
+        inverses.append((inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:])
+    counts = 1 / np.array([[inverse[0, 0]] for inverse in inverses])  # of a row's squared error in the whole
     left, out = w.astype(np.float64), np.zeros(w.shape)
-    inverse = np.linalg.inv(hessian)
-    for i in range(len(w)):
+    for i, inverse in enumerate(inverses):
         if i % group_size == 0:
-            scale = np.abs(left[i : i + group_size]).max(axis=0) / (7 if format == "int4" else 127)
-        out[i] = np.clip(np.rint(left[i] / scale), *((-8, 7) if format == "int4" else (-127, 127))) * scale
+            group = left[i : i + group_size]
+            choices = [np.abs(group).max(axis=0) / level for level in levels]
+            errors = [(counts[i : i + group_size] * (np.clip(np.rint(group / c), low, high) * c - group) ** 2) for c in choices]
+            scale = np.choose(np.argmin(np.sum(errors, 1), 0), choices)
+        out[i] = np.clip(np.rint(left[i] / scale), low, high) * scale
         left[i:] -= np.outer(inverse[:, 0] / inverse[0, 0], left[i] - out[i])
-        inverse = (inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
     return out
 
 
@@ -158,10 +165,19 @@ def test_gptq_beats_rounding_to_nearest_on_correlated_inputs(format: str, group_
 
 def test_gptq_on_independent_inputs_is_rounding_to_nearest() -> None:
     w = _weight(64, 8)
-    solved = gptq(w, np.diag(np.linspace(1, 2, 64)), group_size=32)
+    solved = gptq(w, np.eye(64), group_size=32)
     nearest = quantise_weight(w, "int4", group_size=32)
     assert np.array_equal(solved.codes, nearest.codes)
     assert np.array_equal(solved.scales, nearest.scales)
+
+
+def test_gptq_scales_groups_for_the_inputs_that_are_large() -> None:
+    w, sizes = _weight(64, 8), np.geomspace(0.01, 1, 64)
+    solved = gptq(w, np.diag(sizes), group_size=32)
+    amax = np.abs(w.reshape(2, 32, 8)).max(1)
+    damped = (sizes + 0.01 * sizes.mean()).astype(np.float32)
+    assert np.array_equal(solved.scales, int4_scales(w.reshape(2, 32, 8), amax, weights=damped.reshape(2, 32, 1)))
+    assert not np.array_equal(solved.scales, quantise_weight(w, "int4", group_size=32).scales)
 
 
 def test_gptq_rounds_dead_channels_to_nearest_and_lets_them_correct_nothing() -> None:
@@ -186,13 +202,26 @@ def test_gptq_takes_a_gram_of_fewer_inputs_than_channels() -> None:
 @settings(max_examples=6, deadline=None)
 def test_a_gram_matrix_sums_weighted_outer_products_in_any_portions(seed: int, channels: int) -> None:
     rng = np.random.default_rng(seed)
-    x = torch.from_numpy(rng.standard_normal((40, channels)).astype(np.float32))
+    x = torch.from_numpy((rng.standard_normal((40, channels)) * rng.choice([0, 0.01, 1, 1000], (40, 1))).astype(np.float32))
     weight = torch.from_numpy(rng.random(40).astype(np.float32))
     gram, cut = solver.Gram(channels, torch.device("cpu")), int(rng.integers(0, 41))
     gram.add(x[:cut], weight[:cut])
     gram.add(x[cut:], weight[cut:])
-    exact = (x.double() * weight[:, None].double()).T @ x.double()
+    unit = x.double() / x.double().square().mean(1, keepdim=True).sqrt().clamp_min(1e-9)  # a vector's length does not count
+    exact = (unit * weight[:, None].double()).T @ unit
     assert (gram.matrix.triu() - exact.triu()).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_a_vector_a_thousand_times_as_long_as_the_others_does_not_rule_gptq() -> None:
+    x, w = torch.from_numpy(_correlated(512, 96)), _weight(96, 24)
+    errors = []
+    for longest in (1, 1000):
+        x[0] *= longest
+        gram = solver.Gram(96, x.device)
+        gram.add(x, torch.ones(len(x)))
+        solved = solver.gptq(w, solver.inverse_factor(gram.matrix), group_size=32)
+        errors.append(_output_error(x[1:].numpy(), w, solved.dequantise()))
+    assert errors[1] < 1.1 * errors[0] < 0.6 * _output_error(x[1:].numpy(), w, _nearest_int4(w))
 
 
 def test_the_factor_of_many_inputs_is_nearly_the_exact_one() -> None:

@@ -39,6 +39,8 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to zero on some devices. NVFP4
 # multiplies its tensor scale by group scales down to 2**-9, and the product has to stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
+_INT4_RANGES = tuple(np.float32(7 / level) for level in (7, 7.5, 8, 8.5, 9))
+"""Ranges that int4's scales are chosen from, in shares of a group's largest value: it falls on 7 or -7, on -8, or beyond."""
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)  # four bits of a subnormal: a coarser scale would be off by more than a code
 SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
@@ -121,11 +123,11 @@ def quantise_weight(
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` (any float dtype; rounded from its fp32 value), half to even.
 
-    int8: codes -127..127, scale amax / 127 a column. int4: codes -7..7, scale amax / 7 a group of ``group_size`` rows of a
-    column (128 unless given). fp8: scale amax / 448 a column. nvfp4: global scale amax / (6 * 448), group scale
-    E4M3(amax of 16 rows / (6 * global scale)).
+    int8: codes -127..127, scale amax / 127 a column. int4: codes -8..7, of every group of ``group_size`` rows of a column (128
+    unless given) the scale of ``int4_scales``. fp8: scale amax / 448 a column. nvfp4: global scale amax / (6 * 448), group
+    scale E4M3(amax of 16 rows / (6 * global scale)).
     ``amax`` replaces the largest absolute value as the range: a scalar, or what broadcasts to the scales' shape (nvfp4: a
-    scalar). Values beyond it saturate; int4 then uses -8 too. Where the range is zero the scale is 1 and the codes are 0.
+    scalar), which int4 divides by 7. Values beyond it saturate. Where the range is zero the scale is 1 and the codes are 0.
     ``scale_dtype`` is what the graph holds scales in: they are rounded to it before codes are chosen, and stay fp32 here.
 
     Raises QuantisationError for an unknown format, a group size or K that the format does not take, and values or ranges
@@ -148,10 +150,12 @@ def quantise_weight(
         block = _columns(w, at)
         ranges = _ranges(w, block, size) if given is None else given.reshape(-1, columns)[:, at]
         found = scales_of(ranges, format, scale_dtype)
-        scales.reshape(-1, columns)[:, at] = found
         done = np.empty_like(block, dtype=codes.dtype)
         for (groups, values), (_, into) in zip(_by_group(block, size), _by_group(done, size), strict=True):
+            if format == "int4" and given is None:
+                found[groups] = int4_scales(values, ranges[groups], scale_dtype)
             into[...] = encode(values, found[groups, None], format)
+        scales.reshape(-1, columns)[:, at] = found
         _put(codes[:, at], done)
 
     _for_columns(w, quantise)
@@ -185,6 +189,32 @@ def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> n
     scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
     guarded: np.ndarray = np.where(scales < smallest, np.float32(1), round_scales(scales, scale_dtype))
     return guarded
+
+
+def int4_scales(
+    values: np.ndarray, amax: np.ndarray, scale_dtype: ScaleType = FP32, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` whose largest absolute values are ``amax`` ``[G, N]``.
+
+    Of five, from amax / 7 to amax / 9, the one that leaves the least squared error, each row's counting ``weights``
+    ``[G, size, N]`` or what broadcasts to it; the largest of equals.
+    """
+    widest = best = scales_of(amax, "int4", scale_dtype)
+    least = np.full_like(best, np.inf)
+    for share in _INT4_RANGES:
+        scales = scales_of(amax * share, "int4", scale_dtype)
+        exact = values / scales[:, None]
+        error = np.rint(exact)
+        np.clip(error, *_CODE_LIMITS["int4"], out=error)
+        error -= exact
+        error *= error  # in steps, which are of about one size: no magnitude of weights leaves fp32's range
+        if weights is not None:
+            error *= weights
+        with np.errstate(over="ignore", invalid="ignore"):  # a range below the smallest scale's, whose scale is 1, never wins
+            total = error.sum(1) * (scales / widest) ** 2
+        best = np.where(total < least, scales, best)
+        np.minimum(least, total, out=least)
+    return best
 
 
 def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:

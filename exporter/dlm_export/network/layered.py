@@ -190,9 +190,16 @@ class Head:
         return out.cpu()
 
     def _widened(self) -> Iterator[tuple[slice, Tensor]]:
+        room = None  # one for all columns: new memory costs more than widening
         for start in range(0, self.weight.shape[1], HEAD_COLUMNS):
             columns = slice(start, start + HEAD_COLUMNS)
-            yield columns, self.weight[:, columns].to(self.device).float()
+            stored = self.weight[:, columns].to(self.device)
+            if stored.dtype == torch.float32:
+                yield columns, stored
+                continue
+            if room is None:
+                room = torch.empty_like(stored, dtype=torch.float32)
+            yield columns, room[:, : stored.shape[1]].copy_(stored)
 
 
 def named(i: int, block: nn.Module) -> dict[str, nn.Module]:

@@ -19,9 +19,9 @@ from dlm_calibration.formats import (
     e2m1_codes,
     encode,
     group_amax,
+    int4_scales,
     nvfp4_group_scales,
     quantise_weight,
-    scales_of,
 )
 
 COMMITTED_WEIGHT = 0.5
@@ -29,19 +29,24 @@ COMMITTED_WEIGHT = 0.5
 _BATCH = 128  # rows whose errors reach the rows behind them in one product
 _STEP = 16  # rows of a group, or of a batch, whose errors reach one another one at a time
 _STRIP = 1024  # columns of a Gram matrix that are summed at a time
+_SMALLEST_SQUARE = 1e-20  # mean square of a vector, so that one of zeros adds nothing
 EXACT = 4096
 """Inputs up to which the factor is found in float64; beyond, in fp32, as GPTQ's authors have it."""
 
 
 class Gram:
-    """The weighted sum of ``x^T x`` over a layer's input vectors: fp32 ``[K, K]``, the upper triangle of it."""
+    """The weighted sum of ``x^T x`` over a layer's input vectors: fp32 ``[K, K]``, the upper triangle of it.
+
+    Vectors count by their direction, whatever their length: a few tokens of trained denoisers have vectors a thousand times as
+    long as the others', and would have all rounding serve them (figures in BENCHMARKS.md).
+    """
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.matrix = torch.zeros(channels, channels, device=device)
 
     def add(self, x: Tensor, weight: Tensor) -> None:
-        """Take in ``x`` fp32 ``[P, K]``, each vector counting ``weight`` ``[P]``."""
-        weighted = x * weight[:, None]
+        """Take in ``x`` fp32 ``[P, K]``, each vector, brought to a mean square of 1, counting ``weight`` ``[P]``."""
+        weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
         for start in range(0, x.shape[1], _STRIP):
             columns = slice(start, start + _STRIP)
             self.matrix[columns, start:].addmm_(weighted[:, columns].T, x[:, start:])
@@ -132,7 +137,8 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     amax = group_amax(now[i : i + size], size)[0]
                     if nearest.global_scale is None:
-                        scales[group] = scales_of(amax, format, scale_dtype)
+                        counts = local.diagonal()[i : i + size, None] ** -2.0  # what is left of a row's error in the end
+                        scales[group] = int4_scales(now[None, i : i + size], amax[None], scale_dtype, counts)[0]
                     else:
                         scales[group] = nvfp4_group_scales(amax, nearest.global_scale)
                 if nearest.global_scale is None:
