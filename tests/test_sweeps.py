@@ -137,9 +137,9 @@ def test_damaged_files_of_finished_stages_are_named(content: bytes, tmp_path: Pa
         Solved(tmp_path)["head"]
 
 
-def _options(**changes: Any) -> BuildOptions:
+def _options(precision: str = "int4", **changes: Any) -> BuildOptions:
     quantise = QuantiseOptions(calibration=CalibrationOptions(samples=3, states_per_sample=2))
-    return BuildOptions(precision="int4", check_parity=False, force=True, quantise=quantise, **changes)
+    return BuildOptions(precision=precision, check_parity=False, force=True, quantise=quantise, **changes)
 
 
 def test_an_interrupted_build_is_taken_up(llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +165,16 @@ def test_an_interrupted_build_is_taken_up(llada_checkpoint: Path, tmp_path: Path
     for file in ("denoiser.onnx", "denoiser.onnx.data"):
         assert (output / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
     assert not (output / "work").exists()
+
+
+def test_builds_in_other_precisions_take_up_the_states_alone(llada_checkpoint: Path, tmp_path: Path) -> None:
+    build(llada_checkpoint, tmp_path / "int4", _options(resume=tmp_path / "kept"))
+    shared = build(llada_checkpoint, tmp_path / "shared", _options("int4-g128", resume=tmp_path / "kept"))
+    fresh = build(llada_checkpoint, tmp_path / "fresh", _options("int4-g128"))
+    assert "make states" in fresh.stages_s
+    assert "make states" not in shared.stages_s
+    for file in ("denoiser.onnx", "denoiser.onnx.data"):
+        assert (tmp_path / "shared" / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
 
 
 def test_finished_stages_of_another_build_are_refused(llada_checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a build keeps while it works: calibration states and solved weights, in a folder that a later build may take up.
 
-Such a folder says what its contents were made of, by hashes: the checkpoint's files, what was asked for, and the data.
+Such a folder says what its states were made of, by hashes: the checkpoint's files, the data, and how they were drawn. Builds of
+one checkpoint in several precisions share it; what each has solved lies apart.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
         folder = kept
     folder.mkdir(parents=True, exist_ok=True)
     states = None if kept is None else folder / "states.npz"
+    solved = folder / "solved" if kept is None else folder / "solved" / _solving(job)
     layers = (linear for linear in job.source.network.linear_layers() if linear.role != "head")
     with threads_for(max(linear.inputs * linear.outputs for linear in layers)):
-        yield Workplace(job.request.device, activation_bytes(job), folder, folder / "solved", states)
+        yield Workplace(job.request.device, activation_bytes(job), folder, solved, states)
     if kept is None:
         shutil.rmtree(folder)
 
@@ -85,10 +87,8 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """What finished stages depend on."""
+    """What calibration states depend on."""
     options, source = job.request.options, job.source
-    assert job.request.recipe is not None
-    assert job.formats is not None
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
     files = sorted(file for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data") for file in source.path.glob(pattern))
@@ -96,9 +96,18 @@ def _key(job: Job) -> dict[str, Any]:
         "producer": metadata.version("dlm-export"),
         "checkpoint": {file.name: sha256(file) for file in files},
         "data": sha256(data) if data.is_file() else None,
-        "calibration": calibration | {"preset": job.preset, "calibrator": options.quantise.calibrator},
-        "recipe": job.request.recipe.as_dict(),
-        "formats": hashlib.sha256(json.dumps(dict(job.formats), sort_keys=True).encode()).hexdigest(),
-        "network": hashlib.sha256(json.dumps(source.network.as_dict(), sort_keys=True).encode()).hexdigest(),
-        "activations": job.base,
+        "calibration": calibration | {"preset": job.preset},
+        "network": _digest(source.network.as_dict()),
     }
+
+
+def _solving(job: Job) -> str:
+    """A digest of what solved layers depend on beside the states."""
+    assert job.request.recipe is not None
+    assert job.formats is not None
+    calibrator = job.request.options.quantise.calibrator
+    return _digest([job.request.recipe.as_dict(), dict(job.formats), job.base, calibrator])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
