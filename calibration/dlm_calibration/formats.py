@@ -29,7 +29,12 @@ INT4_GROUP_SIZE = 128  # where none is asked for: the usual one of GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # fixed by the format
 
 _LEVELS = {"int8": np.float32(127), "int4": np.float32(7), "fp8": np.float32(448), "nvfp4": np.float32(6 * 448)}
-_CODE_TYPES = {"int8": np.dtype(np.int8), "int4": np.dtype(ml_dtypes.int4), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+CODE_TYPES = {
+    "int8": np.dtype(np.int8),
+    "int4": np.dtype(ml_dtypes.int4),
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "nvfp4": np.dtype(np.uint8),
+}
 _CODE_LIMITS = {
     "int8": (np.float32(-127), np.float32(127)),
     "int4": (np.float32(-8), np.float32(7)),
@@ -144,7 +149,7 @@ def quantise_weight(
     if given is not None:
         _check_finite(w)
     scales = np.empty(shape, dtype=np.float32)
-    codes = np.empty((rows, columns), dtype=_CODE_TYPES[format])
+    codes = np.empty((rows, columns), dtype=CODE_TYPES[format])
 
     def quantise(at: slice) -> None:
         block = _columns(w, at)
@@ -175,8 +180,8 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
         np.rint(quotient, out=quotient)
     np.clip(quotient, low, high, out=quotient)
     if format == "int4":  # a byte each, and numpy is faster at it than ml_dtypes
-        quotient = quotient.astype(np.int8).view(_CODE_TYPES[format])
-    codes: np.ndarray = quotient.astype(_CODE_TYPES[format], copy=False)
+        quotient = quotient.astype(np.int8).view(CODE_TYPES[format])
+    codes: np.ndarray = quotient.astype(CODE_TYPES[format], copy=False)
     return codes
 
 
@@ -233,6 +238,16 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
         rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
         return replace(weight, global_scale=np.float32(float(rounded)))
     return replace(weight, scales=round_scales(weight.scales, scale_dtype))
+
+
+def weight_ranges(w: np.ndarray | Lazy, format: str, group_size: int | None = None) -> tuple[np.ndarray, int | None]:
+    """Each group's largest absolute value, fp32 ``[G, N]``, and the group size that a format takes (None: one group a column).
+
+    Raises QuantisationError as ``quantise_weight`` does.
+    """
+    group_size = _checked_group_size(format, group_size)
+    _check_matrix(w, format)
+    return group_amax(w, group_size or w.shape[0]), group_size
 
 
 def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
@@ -359,7 +374,7 @@ def _quantise_nvfp4(w: np.ndarray | Lazy, amax: np.ndarray | float | None, scale
     tensor_amax = ranges.max() if amax is None else _given_amax(amax, ())
     global_scale = np.float32(scales_of(tensor_amax, "nvfp4", scale_dtype))
     scales = nvfp4_group_scales(ranges, global_scale)
-    codes = np.empty((columns, rows), dtype=np.uint8)
+    codes = np.empty((columns, rows), dtype=CODE_TYPES["nvfp4"])
 
     def quantise(at: slice) -> None:
         block = _columns(w, at)

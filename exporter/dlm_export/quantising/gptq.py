@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dlm_calibration.formats import (
+    CODE_TYPES,
     E2M1_VALUES,
     FP32,
     QuantisationError,
@@ -21,7 +22,8 @@ from dlm_calibration.formats import (
     group_amax,
     int4_scales,
     nvfp4_group_scales,
-    quantise_weight,
+    scales_of,
+    weight_ranges,
 )
 
 COMMITTED_WEIGHT = 0.5
@@ -108,21 +110,21 @@ def gptq(
     as corrected so far; int8 and fp8: one scale a column. Layers that share an input share a factor. Raises QuantisationError
     for unknown formats, shapes that do not match, and weights that are not finite. Time: K^2 N multiply-adds.
     """
-    # Checks the rest, and its scales are the static ones.
-    nearest = quantise_weight(w, format, group_size=group_size, scale_dtype=scale_dtype)
-    rows, columns = nearest.shape
+    ranges, group_size = weight_ranges(w, format, group_size)
+    rows, columns = w.shape
     if factor.shape != (rows, rows):
         raise QuantisationError(
             f"a gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
-    size = nearest.group_size or rows
-    # One row of scales a group, in nvfp4 as the numbers that codes are multiplied with.
-    by_group = nearest.scales.T if format == "nvfp4" else nearest.scales.reshape(-1, columns)
-    scales = np.array(by_group)
-    codes = np.empty((rows, columns), nearest.codes.dtype)
+    is_grouped, size = group_size is not None, group_size or rows
+    # One row of scales a group: those of groups are set when they begin.
+    scales, global_scale = scales_of(ranges, format, scale_dtype), None
+    if format == "nvfp4":
+        global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))
+        scales = nvfp4_group_scales(ranges, global_scale)
+    codes = np.empty((rows, columns), CODE_TYPES[format])
     left = torch.tensor(np.asarray(w, np.float32), device=factor.device)  # corrected as we go
     # A group's scale has to see every correction before it, so a batch ends where a group does.
-    is_grouped = nearest.group_size is not None
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
@@ -136,16 +138,16 @@ def gptq(
                 group = (start + i) // size
                 if is_grouped and (start + i) % size == 0:
                     amax = group_amax(now[i : i + size], size)[0]
-                    if nearest.global_scale is None:
+                    if global_scale is None:
                         counts = local.diagonal()[i : i + size, None] ** -2.0  # what is left of a row's error in the end
                         scales[group] = int4_scales(now[None, i : i + size], amax[None], scale_dtype, counts)[0]
                     else:
-                        scales[group] = nvfp4_group_scales(amax, nearest.global_scale)
-                if nearest.global_scale is None:
+                        scales[group] = nvfp4_group_scales(amax, global_scale)
+                if global_scale is None:
                     codes[start + i] = encode(now[i], scales[group], format)
                     values = codes[start + i].astype(np.float32) * scales[group]
                 else:
-                    steps = scales[group].astype(np.float32) * nearest.global_scale
+                    steps = scales[group].astype(np.float32) * global_scale
                     codes[start + i] = e2m1_codes(now[i] / steps)
                     values = E2M1_VALUES[codes[start + i]] * steps
                 errors[i] = (now[i] - values) / local[i, i]
@@ -155,6 +157,6 @@ def gptq(
         left[stop:].addmm_(factor[start:stop, stop:].T, torch.from_numpy(errors).to(factor.device), alpha=-1)
     if format == "nvfp4":
         codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
-    elif nearest.group_size is None:
+    elif not is_grouped:
         scales = scales[0]
-    return QuantisedWeight(format, codes, scales, nearest.global_scale, nearest.group_size)
+    return QuantisedWeight(format, codes, scales, global_scale, group_size)
