@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dlm_calibration.states import Sample
 from dlm_export import families
 from dlm_export.network import lockstep, reference
+from dlm_export.network.layered import MemoryLimitError
 from dlm_export.network.turns import Canvas, start_canvas
 from dlm_export.quantising.samples import TRAJECTORY_PASSES, trajectories
 from dlm_export.sources import open_source
@@ -48,7 +49,8 @@ def test_each_course_is_the_references(
     given_ids = np.delete(np.arange(c.vocab_size), c.mask_token_id)  # all rows of a canvas of masks tie, and rounding chooses
     starts = [start_canvas(rng.choice(given_ids, given).tolist(), new, c.mask_token_id) for given, new in shapes]
     whole, layered = families.load(source.parameters, c), families.layered(source.parameters, c)
-    memory_bytes = 2 * tokens_together * lockstep.cache_bytes(layered)
+    longest = max(len(start.tokens) for start in starts)
+    memory_bytes = max(longest, 2 * tokens_together) * lockstep.cache_bytes(layered)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lockstep, "HELD", c.parameter_count() if is_held else 0)
         patch.setattr(lockstep, "BATCH_TOKENS", tokens_together)
@@ -76,11 +78,13 @@ def test_only_what_has_room_goes_on_together(llada_checkpoint: Path, monkeypatch
     monkeypatch.setattr(lockstep, "_make_passes", counted)
     starts = [start_canvas([5, 6, 7], 7, source.network.mask_token_id) for _ in range(5)]
     policy = Policy(block_length=7, cache="dual")
-    for tokens, most in ((9, 1), (20, 2), (1000, 5)):
+    for tokens, most in ((5, 1), (9, 1), (20, 2), (1000, 5)):
         widths.clear()
         courses = list(lockstep.courses(layered, starts, policy, 2 * tokens * lockstep.cache_bytes(layered)))
         assert len(courses) == 5
         assert max(widths) == most
+    with pytest.raises(MemoryLimitError, match=r"a canvas of 10 tokens take [\d,]+ bytes, .* Allow [\d,]+ bytes more"):
+        next(lockstep.courses(layered, starts, policy, 9 * lockstep.cache_bytes(layered)))
 
 
 def test_a_denoiser_that_is_sure_of_nothing_takes_so_many_passes_a_block(llada_checkpoint: Path) -> None:

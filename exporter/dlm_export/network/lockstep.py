@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlm_export.network.denoiser import Block, Past
-from dlm_export.network.layered import BATCH_TOKENS, Head, Layered
+from dlm_export.network.layered import BATCH_TOKENS, Head, Layered, MemoryLimitError
 from dlm_export.network.reference import Run, outside, store
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas
@@ -66,14 +66,21 @@ def courses(
 ) -> Iterator[list[Canvas]]:
     """Of each canvas, in their order, what it was before the first pass and after each one.
 
-    As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in ``memory_bytes`` (None: any);
-    one at least.
+    As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in half of ``memory_bytes``
+    (None: any); one at least. Raises MemoryLimitError if the longest has none in all of it.
     """
     held = None
     if layered.network.parameter_count() <= min(HELD, math.inf if memory_bytes is None else memory_bytes // 8):
         held = [layered.block(i) for i in range(len(layered.network.layers))]
     most = BATCH_TOKENS
     if policy.cache != "none" and memory_bytes is not None:
+        longest = max((len(canvas.tokens) for canvas in canvases), default=0)
+        needed = longest * cache_bytes(layered)
+        if needed > memory_bytes:
+            raise MemoryLimitError(
+                f"--memory: keys and values of a canvas of {longest:,} tokens take {needed:,} bytes, {memory_bytes:,} are "
+                f"left beside a layer. Allow {needed - memory_bytes:,} bytes more, or take shorter samples."
+            )
         most = min(most, memory_bytes // 2 // cache_bytes(layered))
     head, norm = layered.head(), layered.final_norm()
     waiting = deque(_Course(layered.network, canvas, policy) for canvas in canvases)
