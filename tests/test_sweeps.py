@@ -167,6 +167,33 @@ def test_an_interrupted_build_is_taken_up(llada_checkpoint: Path, tmp_path: Path
     assert not (output / "work").exists()
 
 
+def test_a_finished_layer_that_is_damaged_or_anothers_is_refused_before_anything_else(
+    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = _options(resume=tmp_path / "kept")
+    build(llada_checkpoint, tmp_path / "bundle", options)
+    up, gate = (next((tmp_path / "kept" / "solved").glob(f"*/blocks.0.mlp.{name}.safetensors")) for name in ("up", "gate"))
+    sound = up.read_bytes()
+    flipped = bytearray(sound)
+    flipped[-1000] ^= 1
+
+    def none(*_: Any, **__: Any) -> None:
+        raise AssertionError("a stage ran")
+
+    monkeypatch.setattr(building, "write_text", none)
+    for content in (bytes(flipped), gate.read_bytes(), sound[:1000]):
+        up.write_bytes(content)
+        with pytest.raises(CalibrationError, match=r"mlp\.up\.safetensors: not a weight that a build has solved .* Remove it"):
+            build(llada_checkpoint, tmp_path / "bundle", options)
+
+
+@pytest.mark.parametrize("inside", [".", "kept"])
+def test_what_is_kept_does_not_lie_where_the_bundle_goes(inside: str, llada_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match="is where the bundle goes"):
+        build(llada_checkpoint, tmp_path / "bundle", _options(resume=tmp_path / "bundle" / inside))
+    assert not list(tmp_path.iterdir())
+
+
 def test_builds_in_other_precisions_take_up_the_states_alone(llada_checkpoint: Path, tmp_path: Path) -> None:
     build(llada_checkpoint, tmp_path / "int4", _options(resume=tmp_path / "kept"))
     shared = build(llada_checkpoint, tmp_path / "shared", _options("int4-g128", resume=tmp_path / "kept"))

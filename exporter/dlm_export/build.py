@@ -110,6 +110,9 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     request, source = job.request, job.source
     if output.resolve() == source.path.resolve():
         raise TakenError(f"{output}: is what the bundle is built from; choose another folder")
+    kept = request.options.resume
+    if kept is not None and output.resolve() in (kept.resolve(), *kept.resolve().parents):
+        raise work.ResumeError(f"--resume {kept}: is where the bundle goes, which is replaced whole; choose another folder")
     # An engine holds the weights once more.
     needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base, job.formats) + SMALL_FILES_BYTES)
     with (

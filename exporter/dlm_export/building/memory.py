@@ -16,6 +16,8 @@ from dlm_export.quantising import calibrate, gptq
 _FP32 = 4
 _OTHERS = 128 << 20  # what no stage's count has: Python's objects, engines' workspaces
 
+_ROUNDED = 16 << 20
+
 
 def activation_bytes(job: Job) -> int | None:
     """Of ``--memory``, or of what the machine has free: what canvases' states may take beside what a layer needs.
@@ -31,8 +33,21 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        raise MemoryLimitError(f"{given}: to {stage} takes {held + most:,} bytes, one layer at a time. Allow that much.")
+        least = -(-(held + most) // _ROUNDED) * _ROUNDED  # what is held differs a little from run to run
+        raise MemoryLimitError(
+            f"{given}: to {stage} takes {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
+        )
     return limit - held - most
+
+
+def _for_pace(job: Job, least: int) -> str:
+    """What to allow for calibration states to be made together, where states are: alone, each request reads all layers."""
+    network, recipe, formats = job.source.network, job.request.recipe, job.formats
+    if recipe is None or formats is None or not recipe.needs_states(formats):
+        return ""
+    heads = sum(kv_heads * head_size for kv_heads, head_size in network.cache_shapes())
+    token = 2 * heads * calibrate.computing_dtype(network, job.request.device).itemsize
+    return f" at least; with {least + 2 * token * BATCH_TOKENS:,} requests take their passes together, in far less time"
 
 
 def needed_bytes(job: Job) -> dict[str, int]:

@@ -22,6 +22,7 @@ from dlm_export.bundle import sha256
 from dlm_export.outputs import replaced
 from dlm_export.progress import Stages
 from dlm_export.quantising.samples import CALIBRATION_FILE
+from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace, threads_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
@@ -40,7 +41,7 @@ class ResumeError(DlmError):
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
     """The place to work in: the folder that ``--resume`` names, which stays, or one beside the unfinished bundle, which goes.
 
-    Raises ResumeError for a folder of another build, MemoryLimitError.
+    Raises ResumeError for a folder of another build, CalibrationError for one with damaged files, MemoryLimitError.
     """
     kept = job.request.options.resume
     if kept is None:
@@ -53,11 +54,23 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
     folder.mkdir(parents=True, exist_ok=True)
     states = None if kept is None else folder / "states.npz"
     solved = folder / "solved" if kept is None else folder / "solved" / _solving(job)
-    layers = (linear for linear in job.source.network.linear_layers() if linear.role != "head")
-    with threads_for(max(linear.inputs * linear.outputs for linear in layers)):
+    if kept is not None and solved.exists():
+        _check_solved(solved, stages)
+    with threads_for(job.source.network.largest_matrix()):
         yield Workplace(job.request.device, activation_bytes(job), folder, solved, states)
     if kept is None:
         shutil.rmtree(folder)
+
+
+def _check_solved(folder: Path, stages: Stages) -> None:
+    """Read what an earlier build has solved, before hours go into the rest. Raises CalibrationError for a damaged file."""
+    solved = Solved(folder)
+    layers = list(solved)
+    if layers:
+        with stages.stage("check finished layers", len(layers)) as advance:
+            for layer in layers:
+                solved[layer]
+                advance()
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:

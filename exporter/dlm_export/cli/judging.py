@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 STOPPED = {
     "asked": "as asked",
-    "all": "all there are to take",
+    "all": "all there are",
+    "most": "as many as are judged unless --judged asks for more",
     "decided": "every budget is decided by its 95% interval",
     "time": "as many as the rest of the work took time; --judged asks for more",
 }

@@ -170,7 +170,7 @@ OUTPUT_OPTIONS = (
         help="Device, or GPUs with commas; `dlm-export targets` lists them.  [default: those of a bundle; of a checkpoint cpu]",
     ),
     click.option("--force", is_flag=True, help="Replace the bundle that is there."),
-    click.option("--no-verify", is_flag=True, help="Skip parity and judging, which hold the denoiser in fp32."),
+    click.option("--no-verify", is_flag=True, help="Skip parity and judging."),
     click.option(
         "--plain-graph",
         is_flag=True,
@@ -254,7 +254,8 @@ def check_build_options(values: dict[str, Any]) -> None:
     if precision == "stored":
         refuse(values, ("observer", "solver", "smoothing", "rotate_down"), "has no effect on stored codes and scales")
     if values["no_verify"]:
-        refuse(values, BUDGETS, "needs judging, which --no-verify skips")
+        asked = values | {"judge": "full" if values["judge"] == "full" else None}
+        refuse(asked, ("judge", "judged", "free_runs", *BUDGETS), "needs judging, which --no-verify skips")
     if values["no_engine"]:
         refuse(values, ("workspace", "timing_cache", "builder"), "is for building engines, which --no-engine leaves out")
     devices = targets.find_all(split(values["target"]))

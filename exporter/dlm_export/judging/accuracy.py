@@ -75,6 +75,7 @@ def judge_source(
     from dlm_export import families
     from dlm_export.judging.torch_predictor import TorchPredictor
     from dlm_export.quantising import calibrate
+    from dlm_export.workplace import threads_for
 
     c = source.network
     is_small = c.parameter_count() <= calibrate.LARGE
@@ -87,22 +88,23 @@ def judge_source(
     def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
         return shown_source(source, name, dtype, workplace)
 
-    make = runs_freely if effort.name == "full" else is_shown
-    free = runs_freely("fp32", torch.float32) if effort.name == "full" or effort.free_runs else None
-    return _judge(
-        free if free is not None and effort.name == "full" else is_shown("fp32", torch.float32),
-        free,
-        BundlePredictor(bundle, name),
-        samples,
-        c,
-        policy,
-        seed,
-        effort,
-        budgets,
-        make("bf16", torch.bfloat16) if is_small else None,
-        PILOT_SAMPLES if is_small else LARGE_PILOT,
-        on_done,
-    )
+    with threads_for(c.largest_matrix()):
+        make = runs_freely if effort.name == "full" else is_shown
+        free = runs_freely("fp32", torch.float32) if effort.name == "full" or effort.free_runs else None
+        return _judge(
+            free if free is not None and effort.name == "full" else is_shown("fp32", torch.float32),
+            free,
+            BundlePredictor(bundle, name),
+            samples,
+            c,
+            policy,
+            seed,
+            effort,
+            budgets,
+            make("bf16", torch.bfloat16) if is_small else None,
+            PILOT_SAMPLES if is_small else LARGE_PILOT,
+            on_done,
+        )
 
 
 def shown_source(source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None) -> SweptPredictor:

@@ -54,7 +54,8 @@ def judge_in_rounds(
     """Judge as an effort says: the default one by a ``pilot`` of samples, then by as many as fit the time.
 
     With a budget to decide, rounds double, and the first that decides every one ends it. Why it stopped is in
-    ``Judgement.effort``: ``asked`` (the samples asked for are judged), ``all`` (no more are taken), ``decided`` or ``time``.
+    ``Judgement.effort``: ``asked`` (as many as were asked for are judged), ``all`` (there are no more), ``most`` (no more are
+    judged unless asked for), ``decided`` or ``time``.
     Raises JudgeError.
     """
     began = time.perf_counter()
@@ -68,7 +69,7 @@ def judge_in_rounds(
         if has_budgets:
             count = min(count, evidence.judged)
         if not left:
-            stopped = "asked" if effort.judged else "all"
+            stopped = "all" if most < effort.most else "most" if effort.judged is None else "asked"
         elif evidence.is_decided(judgement, budgets):
             stopped = "decided"
         elif count < 1:

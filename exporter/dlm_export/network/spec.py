@@ -217,6 +217,10 @@ class NetworkSpec:
 
     # ---- What follows: matrices ----
 
+    def largest_matrix(self) -> int:
+        """Elements of the largest matrix but the head."""
+        return max(linear.inputs * linear.outputs for linear in self.linear_layers() if linear.role != "head")
+
     def linear_layers(self) -> tuple[LinearSpec, ...]:
         """Every matrix multiplication by a weight of its own, in order of the pass."""
         return self._linear_layers

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -17,7 +20,7 @@ _CODES = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 
 
 class Solved:
-    """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at all."""
+    """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at all, with its SHA-256."""
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None:
@@ -40,6 +43,7 @@ class Solved:
             "scales": np.ascontiguousarray(weight.scales).view(np.uint8),
         }
         described = {
+            "layer": layer,
             "format": weight.format,
             "shape": " ".join(map(str, weight.codes.shape)),
             "scales": " ".join(map(str, weight.scales.shape)),
@@ -47,7 +51,7 @@ class Solved:
             "global_scale": "" if weight.global_scale is None else float(weight.global_scale).hex(),
         }
         partial = self._path(layer).with_suffix(".partial")
-        save_file(arrays, partial, described)
+        save_file(arrays, partial, described | {"sha256": _digest(described, **arrays)})
         os.replace(partial, self._path(layer))
 
     def __getitem__(self, layer: str) -> QuantisedWeight:
@@ -58,6 +62,8 @@ class Solved:
         try:
             with safe_open(path, "numpy") as file:
                 described, codes, scales = file.metadata(), file.get_tensor("codes"), file.get_tensor("scales")
+            if described.pop("sha256") != _digest(described, codes=codes, scales=scales) or described["layer"] != layer:
+                raise ValueError("its content has another SHA-256, or is another layer's")
             format, shape = described["format"], tuple(map(int, described["shape"].split()))
             if format in ("int4", "nvfp4"):
                 codes = unpack_nibbles(codes)[: shape[0] * shape[1]]
@@ -78,6 +84,19 @@ class Solved:
                 f"{path}: not a weight that a build has solved ({err}). Remove it, and build again."
             ) from err
 
+    def __iter__(self) -> Iterator[str]:
+        """The layers that are there."""
+        yield from self._held
+        if self._folder is not None:
+            yield from (path.stem for path in sorted(self._folder.glob("*.safetensors")))
+
     def _path(self, layer: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{layer}.safetensors"
+
+
+def _digest(described: Mapping[str, str], codes: np.ndarray, scales: np.ndarray) -> str:
+    digest = hashlib.sha256(json.dumps(dict(described), sort_keys=True).encode())
+    digest.update(codes.data)
+    digest.update(scales.data)
+    return digest.hexdigest()
