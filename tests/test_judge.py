@@ -603,10 +603,16 @@ def test_a_candidate_that_loses_quality_gets_the_lowest_threshold_that_gives_it_
 
 def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold_and_is_run_once() -> None:
     calls: list[int] = []
-    found = fit(Scripted(write=writer(0.9)), Scripted(write=writer(0.1)), [answered()], on_done=lambda: calls.append(1))
+    found = fit(Scripted(write=writer(0.9)), Scripted(write=writer(0.1)), [answered()] * 2, on_done=lambda: calls.append(1))
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original
-    assert len(calls) == 2
+    assert len(calls) == 4
+
+
+def test_one_sample_tells_no_threshold_from_another() -> None:
+    found = fit(Scripted(write=writer(0.9)), Scripted(write=writer(0.6, hesitation=3)), [answered()])
+    assert (found.verdict, found.reached, found.samples) == ("untold", False, 1)
+    assert found.refitted == found.original
 
 
 def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged() -> None:

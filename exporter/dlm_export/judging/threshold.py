@@ -57,7 +57,7 @@ class Refit:
     raised    the preset's loses quality, this one loses less
     lowered   the preset's takes more passes than the reference, this one fewer, at no less quality
     lost      the preset's loses quality, and no higher one is better; ``refitted`` is the preset's
-    untold    the reference itself has no quality on these samples: nothing was fitted
+    untold    the reference itself has no quality on these samples, or there is but one: nothing was fitted
     ========= ===========================================================================================================
     """
 
@@ -199,7 +199,7 @@ def refit_threshold(
 
     chosen = original
     verdict: Verdict = "kept"
-    if not goal.quality.any():
+    if not goal.quality.any() or len(used) < 2:
         verdict = "untold"
     elif is_worse(original):
         found = _lowest([t for t in sorted(grid) if t > policy.threshold], lambda t: not is_worse(at(t)))
