@@ -369,6 +369,8 @@ def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path,
         (("--judge", "none", "--min-top1", "0.5"), "--min-top1 needs judging, which --judge none leaves out"),
         (("--judge", "none", "--judged", "3"), "--judged needs judging"),
         (("--judge", "full", "--free-runs", "2"), "--free-runs has no effect with --judge full"),
+        (("--no-verify", "--judge", "full"), "--judge needs judging, which --no-verify skips"),
+        (("--no-verify", "--judged", "3"), "--judged needs judging, which --no-verify skips"),
     ],
 )
 def test_efforts_refuse_what_has_no_effect(llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str) -> None:
