@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "demo-denoiser"
 HELD_OUT = ROOT / "examples" / "demo" / "heldout.jsonl"
 SCHEMA = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
-SMALL = ("--calib-samples", "6", "--calib-states", "4", "--judged", "3")
+CALIBRATED = ("--calib-samples", "6", "--calib-states", "4")
+SMALL = (*CALIBRATED, "--judged", "3")
 
 
 def _run(*arguments: object) -> Result:
@@ -82,7 +83,7 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
 
 def test_the_same_seed_gives_the_same_bundle(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, out: Path) -> None:
     folder, _ = int8
-    assert _run("build", llada_checkpoint, "--precision", "int8-static", "-o", out, *SMALL, "--no-verify").exit_code == 0
+    assert _run("build", llada_checkpoint, "--precision", "int8-static", "-o", out, *CALIBRATED, "--no-verify").exit_code == 0
     first, second = (json.loads((path / "manifest.json").read_text()) for path in (folder, out))
     for name in ("denoiser.onnx", "denoiser.onnx.data"):
         assert first["files"][name] == second["files"][name]
@@ -172,7 +173,7 @@ def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out:
 
 
 def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, out: Path) -> None:
-    result = _run("build", llada_checkpoint, "--precision", "mixed", "-o", out, *SMALL, "--no-verify")
+    result = _run("build", llada_checkpoint, "--precision", "mixed", "-o", out, *CALIBRATED, "--no-verify")
     assert result.exit_code == 0, result.output
     assert "Simulated" in result.stdout
     with dlm_runtime.open(out, threads=1) as bundle:
@@ -226,7 +227,7 @@ def _damaged(checkpoint: Path, folder: Path, tensor: str, change: Any) -> Path:
 def test_activations_that_are_not_finite_are_refused_by_layer(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
     name = "model.transformer.blocks.0.up_proj.weight"
     checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, lambda w: torch.full_like(w, 3e38))
-    options = ("--precision", "fp8", *SMALL, "--no-verify")
+    options = ("--precision", "fp8", *CALIBRATED, "--no-verify")
     _fails(out, "build", checkpoint, *options, code=2, says=("blocks.0.mlp.down", "infinite"))
 
 
@@ -239,7 +240,7 @@ def test_channels_that_are_all_zero_quantise(llada_checkpoint: Path, precision: 
 
     name = "model.transformer.blocks.0.up_proj.weight"
     checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, zero)
-    assert _run("build", checkpoint, "--precision", precision, "-o", out, *SMALL, "--no-verify").exit_code == 0
+    assert _run("build", checkpoint, "--precision", precision, "-o", out, *CALIBRATED, "--no-verify").exit_code == 0
     with dlm_runtime.open(out, threads=1) as bundle:
         assert bool(torch.from_numpy(bundle.logits([1, 2, 150, 150])).isfinite().all())
 
