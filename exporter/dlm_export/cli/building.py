@@ -250,12 +250,9 @@ def print_threshold(refit: Refit) -> None:
     original, there = refit.original.threshold, refit.refitted.threshold
     saved = f"{refit.original.nfe:.2f} passes become {refit.refitted.nfe:.2f}"
     is_open = "; whether it reaches the reference's takes more samples to tell (--judged)"
-    untold = (
-        f"the reference itself gets none of {refit.samples} samples right, so that nothing tells one threshold from another; "
-    )
-    untold += "give data that it can answer"
-    if refit.samples < 2:
-        untold = "one sample tells no threshold from another (--judged)"
+    none = f"the reference itself gets none of {refit.samples} samples right, so that nothing tells one threshold from another"
+    one = "one sample tells no threshold from another (--judged)"
+    untold = one if refit.reference.quality else f"{none}; give data that it can answer"
     told = {
         "kept": f"stays at {original:g}; quality {lost}{'' if refit.reached else is_open}",
         "raised": f"raised from {original:g} to {there:g}; quality {lost}{'' if refit.reached else is_open}",
