@@ -45,8 +45,7 @@ def _for_pace(job: Job, least: int) -> str:
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""
-    heads = sum(kv_heads * head_size for kv_heads, head_size in network.cache_shapes())
-    token = 2 * heads * calibrate.computing_dtype(network, job.request.device).itemsize
+    token = network.cache_bytes(calibrate.computing_dtype(network, job.request.device).itemsize)
     return f" at least; with {least + 2 * token * BATCH_TOKENS:,} requests take their passes together, in far less time"
 
 

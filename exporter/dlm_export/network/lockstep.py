@@ -101,8 +101,7 @@ def courses(
 
 def cache_bytes(layered: Layered) -> int:
     """Of keys and values, a token."""
-    heads = sum(kv_heads * head_size for kv_heads, head_size in layered.network.cache_shapes())
-    return 2 * heads * layered.dtype.itemsize
+    return layered.network.cache_bytes(layered.dtype.itemsize)
 
 
 def _make_passes(
