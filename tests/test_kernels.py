@@ -25,7 +25,7 @@ from onnx.reference import ReferenceEvaluator
 from test_native import REPOSITORY, SOURCE, run, sanitized, sanitized_example, succeed, tool  # noqa: F401
 
 import dlm_runtime
-from dlm_calibration.formats import quantise_weight
+from dlm_calibration.formats import FP16, quantise_weight
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle import finish
@@ -486,9 +486,10 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     pairs: int, columns: int, group_size: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    weight = quantise_weight(rng.normal(size=(8 * pairs, columns)).astype(np.float32), "int4", group_size=group_size)
+    w = rng.normal(size=(8 * pairs, columns)).astype(np.float32)
+    weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16)
     weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)  # those that no weight rounds to as well
-    panels, scales = functions.int4_panels(weight.codes), functions.panel_scales(weight.scales.T)
+    panels, scales = functions.int4_panels(weight.codes), functions.panel_scales(weight.scales.T).astype(FP16)
     x = 127 * np.eye(8 * pairs, dtype=np.float32)
     found = _by_definition(INT4, columns, {"x": x, "panels": panels, "scales": scales}, group_size=group_size)
     assert np.array_equal(found, 127 * weight.dequantise())

@@ -22,6 +22,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 NUMBER_FORMATS = ("int8", "int4", "fp8", "nvfp4")
 ScaleType = np.dtype[Any]
 FP32: ScaleType = np.dtype(np.float32)
+FP16: ScaleType = np.dtype(np.float16)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
 )  # by code; bit 3 is the sign
@@ -226,7 +227,7 @@ def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
     """Positive fp32 scales as ``scale_dtype`` holds them, in fp32 again."""
     if scale_dtype == FP32:
         return scales
-    if scale_dtype == np.float16:
+    if scale_dtype == FP16:
         scales = np.clip(scales, SMALLEST_FP16_SCALE, np.finfo(np.float16).max)
     rounded: np.ndarray = scales.astype(scale_dtype).astype(np.float32)
     return rounded

@@ -66,6 +66,11 @@ class LayerFormat:
         """Whether a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
         return self.weights in ("fp8", "nvfp4")
 
+    @property
+    def has_half_scales(self) -> bool:
+        """Whether its scales are fp16 in every graph: those of INT4 in panels are a tenth of its bytes."""
+        return self.weights == "int4" and self.is_dynamic
+
     def weight_bytes(self, inputs: int, outputs: int) -> int:
         """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision counts as fp32."""
         elements = inputs * outputs
@@ -75,7 +80,7 @@ class LayerFormat:
             return elements + 4 * outputs
         if self.weights == "int4":
             assert self.group_size is not None
-            return (elements + 1) // 2 + 4 * outputs * -(-inputs // self.group_size)
+            return (elements + 1) // 2 + (2 if self.has_half_scales else 4) * outputs * -(-inputs // self.group_size)
         return elements // 2 + elements // 16 + 4
 
 

@@ -20,9 +20,9 @@ definitions are what those kernels must compute.
 INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors multiply them (``panels``);
 columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant. INT4 weights lie in panels
 ``[N / 32, K / 8, 32, 4]`` of codes + 8: a byte has the code of an input in its low nibble, of the fourth behind it in its
-high one. Their scales are ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4 weights
-lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its high
-one. Their group scales are ``[N / 32, K / 16, 32]``.
+high one. Their scales are fp16 ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4
+weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its
+high one. Their group scales are ``[N / 32, K / 16, 32]``.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def _by_int4(
     whole = op("Transpose", op("Cast", both, to=ir.DataType.FLOAT), perm=[1, 2, 4, 0, 3])
     inputs = op("Mul", op("Shape", whole, start=0, end=1), ints(PAIRS))
     matrix = op("Reshape", op("Sub", whole, body.constant(np.float32(8))), op("Concat", inputs, ints(-1), axis=0))
-    steps = op("Reshape", op("Transpose", scales, perm=[1, 0, 2]), ints(0, -1))
+    by_group = op("Transpose", op("Cast", scales, to=ir.DataType.FLOAT), perm=[1, 0, 2])
+    steps = op("Reshape", by_group, ints(0, -1))
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     group = op("Div", op("Range", zero, op("Squeeze", inputs), one), body.attribute("group_size", ir.AttributeType.INT))
     weight = op("Slice", op("Mul", matrix, op("Gather", steps, group)), ints(0), count, ints(1))

@@ -197,7 +197,7 @@ class _Writer:
         count = functions.padded(N) // functions.PANEL
         shape = (count, K // functions.PAIRS, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
-        scales = self.weight(layer, "panel_scales", (count, -(-K // group_size), functions.PANEL), ir.DataType.FLOAT)
+        scales = self.weight(layer, "panel_scales", (count, -(-K // group_size), functions.PANEL), ir.DataType.FLOAT16)
         self.linear(node, layer, "Int4Linear", [x, panels, scales], N, group_size=group_size)
 
     def nvfp4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import FP32, QuantisedWeight, ScaleType, quantise_activation, quantise_weight, with_scales
+from dlm_calibration.formats import FP16, FP32, QuantisedWeight, ScaleType, quantise_activation, quantise_weight, with_scales
 from dlm_calibration.observers import Method, Observer, Observers
 from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
@@ -113,7 +113,7 @@ class Quantisation:
     observers: Observers | None = None
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
-    """What the graph holds scales in."""
+    """What the graph holds scales in, but those of formats that always have them in fp16."""
     solved: Solved = field(default_factory=Solved)
 
     def matrix(self, layer: str) -> np.ndarray:
@@ -128,7 +128,7 @@ class Quantisation:
         if self.stored is not None:
             found = self.stored.stored(f"{layer}.weight")
             assert found is not None
-            return with_scales(found.weight, self.scale_dtype)
+            return with_scales(found.weight, self._scales_in(chosen))
         if layer in self.solved:
             return self.solved[layer]
         w = self.matrix(layer) if layer in self.rotated else self._later(f"{layer}.weight")
@@ -137,14 +137,18 @@ class Quantisation:
     def rounded(self, w: np.ndarray | Lazy, chosen: LayerFormat) -> QuantisedWeight:
         """A matrix rounded to nearest in a layer format."""
         assert chosen.weights is not None
-        return quantise_weight(w, chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype)
+        return quantise_weight(w, chosen.weights, group_size=chosen.group_size, scale_dtype=self._scales_in(chosen))
+
+    def _scales_in(self, chosen: LayerFormat) -> ScaleType:
+        return FP16 if chosen.has_half_scales else self.scale_dtype
 
     def solve(self, layer: str, factor: Tensor) -> None:
         """Round a layer's weight by GPTQ; ``factor`` is of its input (``gptq.inverse_factor``)."""
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
+        scale_dtype = self._scales_in(chosen)
         self.solved[layer] = gptq.gptq(
-            self.matrix(layer), factor, format=chosen.weights, group_size=chosen.group_size, scale_dtype=self.scale_dtype
+            self.matrix(layer), factor, format=chosen.weights, group_size=chosen.group_size, scale_dtype=scale_dtype
         )
 
     def embedding(self) -> QuantisedWeight:

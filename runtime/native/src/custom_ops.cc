@@ -164,7 +164,8 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
 }
 
 // Whether codes and scales are those of a weight of so many inputs and columns in panels, INT4 where there are groups.
-bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const float>& scales, int64_t inputs, int64_t columns,
+template <class Scale>
+bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<Scale>& scales, int64_t inputs, int64_t columns,
                   int64_t group_size) {
   const int64_t together = group_size == 0 ? kDot : kPairs;
   if (inputs < together || inputs > kMostInputs || inputs % together != 0 || columns < 1 || columns > INT32_MAX) return false;
@@ -188,12 +189,14 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   for (size_t i = 0; i < node.op.is.weights; ++i) {
     const int64_t columns = node.columns[i];
     const auto codes = call.input<uint8_t>(1 + 2 * i);
-    const auto scales = call.input<float>(2 + 2 * i);
-    if (!is_in_panels(codes, scales, inputs, columns, node.group_size) ||
-        (node.op.is.is_gated && columns != node.columns[0]))
+    const auto take = [&](const auto& scales) {
+      weights[i] = {codes.data, scales.data, columns};
+      return is_in_panels(codes, scales, inputs, columns, node.group_size);
+    };
+    const bool fits = node.group_size == 0 ? take(call.input<float>(2 + 2 * i)) : take(call.input<uint16_t>(2 + 2 * i));
+    if (!fits || (node.op.is.is_gated && columns != node.columns[0]))
       fail(DLM_BAD_BUNDLE, "weight %zu is not one of %lld by %lld in panels", i, static_cast<long long>(inputs),
            static_cast<long long>(columns));
-    weights[i] = {codes.data, scales.data, columns};
     shape[x.rank - 1] = columns;
     if (i < node.op.is.output_count) outputs[i] = call.output<float>(i, shape.data(), x.rank);
   }
@@ -344,17 +347,17 @@ ort::CustomOp make_entry() {
   return entry;
 }
 
-constexpr int F = kFloat, C = kUint8, S = kFloat8;
+constexpr int F = kFloat, H = kFloat16, C = kUint8, S = kFloat8;
 
 constexpr Definition kDefinitions[] = {
     {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
     {"Int8Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_columns, compute_linear},
     {"Int8Linear3", {F, C, F, C, F, C, F}, 7, {F, F, F}, 3, 3, false, read_columns, compute_linear},
     {"Int8GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_columns, compute_linear},
-    {"Int4Linear", {F, C, F}, 3, {F}, 1, 1, false, read_int4, compute_linear},
-    {"Int4Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_int4, compute_linear},
-    {"Int4Linear3", {F, C, F, C, F, C, F}, 7, {F, F, F}, 3, 3, false, read_int4, compute_linear},
-    {"Int4GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_int4, compute_linear},
+    {"Int4Linear", {F, C, H}, 3, {F}, 1, 1, false, read_int4, compute_linear},
+    {"Int4Linear2", {F, C, H, C, H}, 5, {F, F}, 2, 2, false, read_int4, compute_linear},
+    {"Int4Linear3", {F, C, H, C, H, C, H}, 7, {F, F, F}, 3, 3, false, read_int4, compute_linear},
+    {"Int4GatedLinear", {F, C, H, C, H}, 5, {F}, 1, 2, true, read_int4, compute_linear},
     {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
     {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, compute_attention},
     {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},

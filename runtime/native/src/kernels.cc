@@ -28,7 +28,7 @@ std::vector<const Kernels*> list_kernels() {
   if (has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"), __builtin_cpu_supports("avx512dq"),
           __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512vnni")))
     found.push_back(&kAvx512Kernels);
-  if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"))) {
+  if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), __builtin_cpu_supports("f16c"))) {
 #ifdef DLM_AVX_VNNI
     // Leaf 7, subleaf 1: older compilers do not know the feature by name.
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

@@ -40,10 +40,10 @@ constexpr int64_t groups_of(int64_t inputs, int64_t group_size) { return (inputs
 // One linear layer's weight in panels, and its scales; N is filled up to whole panels.
 //   INT8: codes + 128 [N / 32, K / 4, 32, 4], scales [N]
 //   INT4: codes + 8 [N / 32, K / 8, 32, 4], that of an input in a low nibble and that of the fourth behind it in the high one;
-//         scales [N / 32, groups, 32]
+//         scales [N / 32, groups, 32] in fp16
 struct LinearWeight {
   const uint8_t* panels;
-  const float* scales;
+  const void* scales;  // fp32; of INT4 fp16
   int64_t columns;  // N that are meant
 };
 

@@ -8,6 +8,8 @@
 //   kTileRows, kVectors             the rows and vectors of weights whose sums fit the registers
 #pragma once
 
+#include <type_traits>
+
 #include "kernels_common.h"
 
 namespace {
@@ -20,9 +22,17 @@ struct Tile {
   const float* scales;                // [rows]
 };
 
+// Of columns, as they lie in memory: fp32 of INT8, fp16 of INT4.
+template <class Codes>
+using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
+
+inline F load_scales(const float* from) { return simd::load(from); }
+inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
+
+template <class Codes>
 struct Panel {
   const uint8_t* codes;
-  const float* scales;  // [groups, 32]
+  const Scale<Codes>* scales;  // [groups, 32]
 };
 
 // What is fetched meanwhile, a line every time that weights are read.
@@ -115,13 +125,13 @@ template <class Codes, int kRows>
 
 // Products of kRows rows and one panel, scaled, to out [kRows, 32].
 template <class Codes, int kRows>
-void multiply_tile(const Tile<Codes>& tile, const Panel& panel, int64_t inputs, int64_t group_size, float* out, int64_t stride,
-                   Ahead ahead) {
+void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t inputs, int64_t group_size, float* out,
+                   int64_t stride, Ahead ahead) {
   constexpr int kVectors = Codes::kVectors, kSums = kRows * kVectors;
   for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
     const typename Codes::Code* code = tile.codes;
     const uint8_t* weight = panel.codes + from * kDot;
-    const float* scale = panel.scales + from;
+    const Scale<Codes>* scale = panel.scales + from;
     const int32_t* offset = tile.offsets;
     if constexpr (Codes::kParts == 1) {  // one group
       I sums[kSums];
@@ -130,7 +140,7 @@ void multiply_tile(const Tile<Codes>& tile, const Panel& panel, int64_t inputs, 
         constexpr int r = i / kVectors, v = i % kVectors;
         const F sum = simd::to_float(simd::isub(sums[i], simd::iset(offset[r])));
         const F scaled = simd::mul(sum, simd::set(tile.scales[r]));
-        simd::store(out + r * stride + from + v * kLanes, simd::mul(scaled, simd::load(scale + v * kLanes)));
+        simd::store(out + r * stride + from + v * kLanes, simd::mul(scaled, load_scales(scale + v * kLanes)));
       });
     } else {
       alignas(64) float totals[kSums * kLanes];
@@ -154,7 +164,7 @@ void multiply_tile(const Tile<Codes>& tile, const Panel& panel, int64_t inputs, 
           constexpr int r = i / kVectors, v = i % kVectors;
           const F sum = simd::to_float(simd::isub(sums[i], simd::iset(offset[r])));
           float* const total = totals + i * kLanes;
-          simd::store(total, simd::fma(sum, simd::load(scale + v * kLanes), simd::load(total)));
+          simd::store(total, simd::fma(sum, load_scales(scale + v * kLanes), simd::load(total)));
         });
       }
       unroll<kSums>([&](auto i) __attribute__((always_inline)) {
@@ -168,7 +178,7 @@ void multiply_tile(const Tile<Codes>& tile, const Panel& panel, int64_t inputs, 
 }
 
 template <class Codes>
-using MultiplyTile = void (*)(const Tile<Codes>&, const Panel&, int64_t, int64_t, float*, int64_t, Ahead);
+using MultiplyTile = void (*)(const Tile<Codes>&, const Panel<Codes>&, int64_t, int64_t, float*, int64_t, Ahead);
 
 template <class Codes, int kRows>
 MultiplyTile<Codes> find_multiply_tile(int64_t rows) {
@@ -205,9 +215,10 @@ struct Product {
     const dlm::LinearWeight& w = layer.weights[weight];
     const int64_t column = number * kPanel, columns = least(kPanel, w.columns - column);
     const auto panel_of = [&](const dlm::LinearWeight& of) {
-      return Panel{of.panels + number * bytes, of.scales + number * groups * kPanel};
+      const auto* const of_columns = static_cast<const Scale<Codes>*>(of.scales);
+      return Panel<Codes>{of.panels + number * bytes, of_columns + number * groups * kPanel};
     };
-    const Panel panel = panel_of(w);
+    const Panel<Codes> panel = panel_of(w);
     const bool is_last = (number + 1) * kPanel >= w.columns;
     for (int64_t at = first; at < last; ++at) {
       const int64_t start = tiles.start(at), rows = tiles.rows(at);
@@ -218,12 +229,12 @@ struct Product {
       const int64_t stride = is_last ? 0 : most(1, share / most(1, reads)) * 64;
       float gate[Codes::kTileRows * kPanel], whole[Codes::kTileRows * kPanel];
       const Tile<Codes> tile{codes + start * layer.inputs, offsets + start * groups, scales + start};
-      const auto multiply_by = [&](const Panel& by, float* to, int64_t to_stride, const uint8_t* ahead) {
+      const auto multiply_by = [&](const Panel<Codes>& by, float* to, int64_t to_stride, const uint8_t* ahead) {
         find_multiply_tile<Codes, Codes::kTileRows>(rows)(tile, by, layer.inputs, group_size, to, to_stride, {ahead, stride});
       };
       if (layer.is_gated) {
         multiply_by(panel, gate, kPanel, next);
-        const Panel up = panel_of(layer.weights[1]);
+        const Panel<Codes> up = panel_of(layer.weights[1]);
         multiply_by(up, whole, kPanel, up.codes + (next - panel.codes));
         for (int64_t i = 0; i < rows * kPanel; i += kLanes)
           simd::store(whole + i, simd::mul(silu(simd::load(gate + i)), simd::load(whole + i)));

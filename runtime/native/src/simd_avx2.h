@@ -17,6 +17,7 @@ using F = __m256;
 using I = __m256i;
 
 inline F load(const float* from) { return _mm256_loadu_ps(from); }
+inline F load_half(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
 inline void store(float* to, F x) { _mm256_storeu_ps(to, x); }
 inline F set(float x) { return _mm256_set1_ps(x); }
 inline F zero() { return _mm256_setzero_ps(); }

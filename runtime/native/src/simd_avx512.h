@@ -17,6 +17,9 @@ using F = __m512;
 using I = __m512i;
 
 inline F load(const float* from) { return _mm512_loadu_ps(from); }
+inline F load_half(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
 inline void store(float* to, F x) { _mm512_storeu_ps(to, x); }
 inline F set(float x) { return _mm512_set1_ps(x); }
 inline F zero() { return _mm512_setzero_ps(); }

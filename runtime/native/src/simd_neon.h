@@ -17,6 +17,7 @@ using F = float32x4_t;
 using I = int32x4_t;
 
 inline F load(const float* from) { return vld1q_f32(from); }
+inline F load_half(const uint16_t* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 inline void store(float* to, F x) { vst1q_f32(to, x); }
 inline F set(float x) { return vdupq_n_f32(x); }
 inline F zero() { return vdupq_n_f32(0.0f); }

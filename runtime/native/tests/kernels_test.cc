@@ -99,11 +99,19 @@ double distance(const Floats& got, const std::vector<double>& expected, double s
 
 // ---- INT8 and INT4 linear layers ----
 
+// The bits of a positive number that fp16 holds exactly.
+uint16_t half_of(float x) {
+  int exponent = 0;
+  const float mantissa = std::frexp(x, &exponent);
+  return static_cast<uint16_t>((exponent + 14) << 10 | (static_cast<int>(mantissa * 2048) - 1024));
+}
+
 struct Weight {
   int64_t inputs, columns, group_size;  // 0: INT8
   std::vector<uint8_t> plain;   // [K, N], 128 too large, in INT4 8
   std::vector<uint8_t> panels;  // as kernels want them
   Floats scales;
+  std::vector<uint16_t> halves;  // the scales of INT4, as kernels want them
 
   Weight(int64_t K, int64_t N, int64_t size)
       : inputs(K), columns(N), group_size(size), plain(static_cast<size_t>(K * N)), scales(width() * groups()) {}
@@ -116,8 +124,12 @@ struct Weight {
     return scales[static_cast<size_t>((n / 32 * all + group) * 32 + n % 32)];
   }
 
+  const void* stored_scales() const { return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data(); }
+
   // What fills up the last panel must not matter, so it is not zero here.
   Weight& pack() {
+    halves.clear();
+    for (const float scale : scales) halves.push_back(half_of(scale));
     const int64_t parts = group_size == 0 ? 1 : 2;
     panels.assign(static_cast<size_t>(inputs / parts) * width(), 77);
     for (int64_t k = 0; k < inputs; ++k)
@@ -135,7 +147,7 @@ struct Weight {
 Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 0) {
   Weight weight(K, N, group_size);
   for (uint8_t& code : weight.plain) code = static_cast<uint8_t>(numbers.below(2 * weight.offset()));
-  for (float& scale : weight.scales) scale = 0.01f + 0.001f * static_cast<float>(numbers.below(20));
+  for (float& scale : weight.scales) scale = std::ldexp(static_cast<float>(1024 + numbers.below(1024)), -17);
   weight.pack();
   return weight;
 }
@@ -147,7 +159,7 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
   std::vector<Floats> results;
   std::vector<float*> outputs;
   for (const Weight& weight : weights) {
-    given.push_back({weight.panels.data(), weight.scales.data(), weight.columns});
+    given.push_back({weight.panels.data(), weight.stored_scales(), weight.columns});
     if (results.empty() || !is_gated) results.emplace_back(static_cast<size_t>(rows * weight.columns), 12345.0f);
   }
   for (Floats& result : results) outputs.push_back(result.data());
