@@ -52,7 +52,6 @@ def _for_pace(job: Job, least: int) -> str:
 def needed_bytes(job: Job) -> dict[str, int]:
     """Stage, in words -> bytes that it holds at once beside the canvases' states."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
-    head = _FP32 * network.vocab_size * network.hidden_size
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
     held = [layer for block in blocks for layer in block if (formats or {}).get(layer.path, HIGH) != HIGH]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
@@ -66,8 +65,8 @@ def needed_bytes(job: Job) -> dict[str, int]:
         solving = max(_solving_bytes(each, formats) for each in blocks) if recipe.solver == "gptq" else 0
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # A block of torch's beside the graph's, and twice while it is quantised; then the engine packs the head.
-        needs["check parity"] = max(3 * _FP32 * largest, head + pass_bytes)
+        # A block of torch's beside the graph's, and twice while it is quantised. A quantised head is packed, any other mapped.
+        needs["check parity"] = max(3 * _FP32 * largest, network.vocab_size * network.hidden_size + pass_bytes)
     return needs
 
 

@@ -81,6 +81,7 @@ def open_graph(model: ir.Model, folder: Path, *, is_simulated: bool) -> onnxrunt
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.enable_mem_pattern = 4, False
     for key, value in {
+        "session.disable_prepacking": "1",  # of matrices in full precision, which are read where they lie: a few passes are run
         "session.force_spinning_stop": "1",
         "session.qdq_matmulnbits_accuracy_level": "1",
         "session.x64quantprecision": "1",
