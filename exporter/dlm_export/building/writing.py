@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_calibration.formats import QuantisedWeight
+from dlm_calibration.formats import FP16, QuantisedWeight
 from dlm_calibration.pieces import Lazy
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
@@ -120,7 +120,7 @@ def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
     if part.part == "panel_scales":
         if weight.format == "int8":
             return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
-        return functions.panel_scales(weight.scales if weight.format == "nvfp4" else weight.scales.T)
+        return functions.panel_scales(weight.scales if weight.format == "nvfp4" else weight.scales.T.astype(FP16))
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
     if part.layer == "embed":
         array = array.T if part.part == "codes" else array[:, None]
