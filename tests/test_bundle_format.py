@@ -424,6 +424,7 @@ QUANTISED: dict[str, Any] = {
         "difference": -0.5,
         "interval": [-1.0, 0.25],
     },
+    "tuning": {"processor": "any", "rows": 32, "ms": {"high": 2.5}, "ms_by_shape": {"8x8": {"high": 2.5}}},
 }
 """What the manifest of a quantised bundle says beside its name."""
 

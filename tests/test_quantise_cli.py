@@ -261,6 +261,8 @@ def test_min_task_needs_answers(int8: tuple[Path, dict[str, Any]], llada_checkpo
         (("--precision", "fp16", "--min-top1", "1"), "--min-top1 is for quantised bundles"),
         (("--precision", "fp32", "--solver", "gptq"), "--solver is for quantised bundles"),
         (("--precision", "int8", "--auto-formats", "int4-g32"), "--auto-formats is for --precision auto"),
+        (("--precision", "int8", "--tune"), "--tune is for --precision auto"),
+        (("--precision", "auto", "--tune", "--target", "l4"), "--tune times this processor; --target is l4"),
         (("--precision", "int8", "--no-verify", "--min-task", "0.5"), "--min-task needs judging"),
         (("--precision", "int8", "--max-ce-increase", "nan"), "--max-ce-increase nan is no limit"),
     ],

@@ -25,6 +25,7 @@ from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.outputs import TakenError
+from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Progress, Stages
 from dlm_export.sources import Source, open_source
 from dlm_export.tensorrt import builders, engine
@@ -51,6 +52,8 @@ class BuildReport:
     judgement: Judgement | None
     threshold: Refit | None
     curve: list[CurvePoint]
+    tuning: Tuning | None
+    """What the curve's times rest on; None where it has none."""
     engines: list[Built]
     deferred: dict[str, str]
     """Target -> the command that builds its engine, on the device."""
@@ -72,6 +75,7 @@ class BuildReport:
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
             "threshold": None if self.threshold is None else self.threshold.as_dict(),
             "curve": [point.as_dict() for point in self.curve],
+            "tuning": None if self.tuning is None else self.tuning.as_dict(),
             "engines": {built.target: built.as_dict() for built in self.engines},
             "deferred_engines": self.deferred,
         }
@@ -216,6 +220,7 @@ def _report(
         judgement=None if proof is None else proof.judgement,
         threshold=None if proof is None else proof.threshold,
         curve=[] if quantised is None else quantised.curve,
+        tuning=None if quantised is None else quantised.tuning,
         engines=engines,
         deferred={target.name: builders.deferred_command(output, target) for target in elsewhere},
         warnings=warnings,

@@ -15,6 +15,8 @@ from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.graph import trace
 from dlm_export.judging import auto
 from dlm_export.memory import give_back
+from dlm_export.planning import tuning
+from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate, samples
 from dlm_export.sources import Source
@@ -34,11 +36,14 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Quantised:
-    """What these stages give. ``calibration``: None where neither a range nor a judge needs one; ``curve``: of ``auto``."""
+    """What these stages give. ``calibration``: None where neither a range nor a judge needs one; ``curve``: of ``auto``,
+    and ``tuning`` what formats took here where it chose by that.
+    """
 
     numbers: calibrate.Quantisation
     calibration: Calibration | None
     curve: list[auto.CurvePoint] = field(default_factory=list)
+    tuning: Tuning | None = None
 
     def uses(self, activations: str) -> bool:
         """Whether a layer's inputs are held in this number format."""
@@ -56,6 +61,7 @@ class Quantised:
             **self.numbers.summary(),
             "calibration": None if self.calibration is None else self.calibration.provenance,
             "threshold": None,
+            **({} if self.tuning is None else {"tuning": self.tuning.as_dict()}),
         }
 
 
@@ -77,9 +83,12 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
         if needs_states or options.effort.name == "full":
             calibration = _make_states(job, calibration.data, workplace, stages)
     curve: list[auto.CurvePoint] = []
+    tuned = None
     if recipe is None or formats is None:
         assert calibration is not None
-        found = _search(job, calibration, workplace, stages)
+        if options.auto.tune:
+            tuned = _tune(job, stages)
+        found = _search(job, calibration, tuned, workplace, stages)
         recipe, curve = replace(found.recipe, **options.recipe_changes), found.curve
         formats = recipe.formats(list(layers))
     scale_dtype = trace.element_type(job.base).numpy()
@@ -101,7 +110,7 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
             scale_dtype,
             workplace,
         )
-    return Quantised(numbers, calibration, curve)
+    return Quantised(numbers, calibration, curve, tuned)
 
 
 def stored_recipe(source: Source) -> Recipe:
@@ -141,7 +150,15 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
     return Calibration(data, states, provenance)
 
 
-def _search(job: Job, calibration: Calibration, workplace: Workplace, stages: Stages) -> auto.Found:
+def _tune(job: Job, stages: Stages) -> Tuning:
+    """What formats take on this processor, in a pass over a block."""
+    layers = auto.searched(job.source.network).values()
+    formats = auto.formats_for(job.request.targets, job.request.options.quantise.auto)
+    with stages.stage("tune", len(tuning.shapes_of(layers))) as advance:
+        return tuning.measure(layers, formats, job.source.presets[job.preset].block_length, advance)
+
+
+def _search(job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages) -> auto.Found:
     """``--precision auto``: the cheapest recipe within the budget."""
     request, options = job.request, job.request.options.quantise
     formats = auto.formats_for(request.targets, options.auto)
@@ -158,5 +175,6 @@ def _search(job: Job, calibration: Calibration, workplace: Workplace, stages: St
             advance,
             exact=exact,
             for_tensorrt=request.on_gpu,
+            tuning=tuned,
             workplace=workplace,
         )

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dlm_export.judging.auto import CurvePoint
     from dlm_export.judging.parity import Parity
     from dlm_export.judging.threshold import Refit
+    from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
 LISTED = 8  # layers named before the rest is counted
@@ -163,6 +164,8 @@ def print_build(report: BuildReport) -> None:
         )
     for warning in report.warnings:
         warn(warning)
+    if report.tuning is not None:
+        print_tuning(report.tuning)
     if report.curve:
         print_curve(report.curve)
     if report.judgement is not None:
@@ -226,6 +229,12 @@ def print_engine(built: Built, size: int) -> None:
         warn(f"and {len(fallbacks) - LISTED} more layers, in the manifest")
 
 
+def print_tuning(tuning: Tuning) -> None:
+    """Why a format was preferred: what all layers of a pass take in each."""
+    told = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1]))
+    click.echo(f"Timed here ({tuning.processor}), the products of a pass of {tuning.rows} rows: {told}")
+
+
 def print_curve(curve: Sequence[CurvePoint]) -> None:
     """The trade-off that ``--precision auto`` chose from: measured points, and some between."""
     step = max(1, len(curve) // 12)
@@ -233,6 +242,7 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
     rows = [
         [
             format_bytes(point.weight_bytes),
+            *([] if point.seconds is None else [f"{point.seconds * 1e3:.3g}"]),
             f"{point.predicted_kl:.2e}",
             shown(point.ce_increase, "+.2%"),
             ", ".join(f"{count} {name}" for name, count in sorted(point.formats.items())),
@@ -240,7 +250,8 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
         ]
         for point in points
     ]
-    print_table("Trade-off", ["weights of layers", "predicted KL", "cross-entropy", "layers", ""], rows)
+    timed = [] if curve[0].seconds is None else ["ms of a block's pass in them"]
+    print_table("Trade-off", ["weights of layers", *timed, "predicted KL", "cross-entropy", "layers", ""], rows)
 
 
 def print_threshold(refit: Refit) -> None:

@@ -1,8 +1,9 @@
-"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a budget.
+"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a budget, or the fastest.
 
 ``judging.sensitivity`` says what every layer alone costs at the frontier in every format; ``trade_off`` orders the moves from
-full precision to the smallest assignment; the loss is then measured, with common random masks, where a bisection of that path
-asks for it. Everything runs in torch on simulated values, so the target need not be at hand.
+full precision to the cheapest assignment, in bytes or in time as it was measured here; the loss is then measured, with common
+random masks, where a bisection of that path asks for it. Everything runs in torch on simulated values, so the target need not
+be at hand.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +35,9 @@ from dlm_export.targets import Target
 from dlm_export.workplace import Workplace
 from dlm_runtime.policy import Policy
 
+if TYPE_CHECKING:
+    from dlm_export.planning.tuning import Tuning
+
 DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
 SOLVER = "gptq"  # what the search measures is what is written
 PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbours
@@ -41,16 +45,20 @@ PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbo
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """``formats`` to choose among besides full precision; None takes the target's."""
+    """``formats`` to choose among besides full precision; None takes the target's. ``tune``: by time as measured here."""
 
     formats: tuple[str, ...] | None = None
+    tune: bool = False
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not measured."""
+    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not measured. ``seconds``: what the
+    layers of a pass take, None where formats were not timed.
+    """
 
     weight_bytes: int
+    seconds: float | None
     predicted_kl: float
     ce_increase: float | None
     formats: dict[str, int]
@@ -91,6 +99,10 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
     return len(formats) * (len(network.layers) + 1) + sensitivity.units(network, layers, exact=exact) + PROBES
 
 
+def _bytes(layer: LinearSpec, format: str) -> int:
+    return FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
+
+
 class _Assigned(Layered):
     """A source whose layers compute with the quantised values of the formats that are assigned to them."""
 
@@ -122,13 +134,14 @@ def search(
     *,
     exact: bool = False,
     for_tensorrt: bool = False,
+    tuning: Tuning | None = None,
     workplace: Workplace | None = None,
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
-    A layer whose shape does not suit a format goes without it; ``for_tensorrt``: TensorRT takes fewer shapes. ``exact``: what a
-    layer loses is measured, not estimated. Deterministic for the same arguments. Raises AccuracyError if not even the first
-    move keeps the budget.
+    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without it; ``for_tensorrt``:
+    TensorRT takes fewer shapes. ``exact``: what a layer loses is measured, not estimated. Deterministic for the same arguments.
+    Raises AccuracyError if not even the first move keeps the budget.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
@@ -141,12 +154,13 @@ def search(
     found = sensitivity.losses(
         source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=place
     )
+    cost = _bytes if tuning is None else tuning.cost
     choices: dict[str, list[Choice]] = {}
     for layer, spec in layers.items():
-        choices[layer] = [Choice(HIGH, 0.0, FORMATS[HIGH].weight_bytes(spec.inputs, spec.outputs))]
+        choices[layer] = [Choice(HIGH, 0.0, cost(spec, HIGH))]
         for name, lost in zip(ready, found, strict=True):
             if layer in lost:
-                choices[layer].append(Choice(name, lost[layer][1], FORMATS[name].weight_bytes(spec.inputs, spec.outputs)))
+                choices[layer].append(Choice(name, lost[layer][1], cost(spec, name)))
     path = trade_off(choices)
     reference = shown_source(source, "fp32", torch.float32, place)
     loss = MaskedLoss(reference, samples, policy, seed)
@@ -172,7 +186,14 @@ def search(
             "(--max-ce-increase) or other formats (--auto-formats)"
         )
     curve = [
-        CurvePoint(int(point.cost), point.loss, measured.get(i), dict(Counter(point.formats.values())), i == low)
+        CurvePoint(
+            sum(_bytes(layers[layer], name) for layer, name in point.formats.items()),
+            None if tuning is None else point.cost,
+            point.loss,
+            measured.get(i),
+            dict(Counter(point.formats.values())),
+            i == low,
+        )
         for i, point in enumerate(path)
     ]
     recipe = Recipe("auto", tuple((layer, name) for layer, name in path[low].formats.items() if name != HIGH), solver=SOLVER)

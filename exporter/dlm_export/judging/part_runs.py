@@ -60,7 +60,7 @@ def run_parts(
         part.check_given(set.intersection(*(set(values) for values in held)))
         behind = {name for later in parts[number + 1 :] for name in later.inputs}
         names = [name for name in part.outputs if name in behind or name in wanted]
-        session = open_graph(part.model, folder, is_simulated=is_simulated)
+        session = open_graph(part.model, folder, is_simulated=is_simulated, is_packed=False)
         found: list[Values] = []
         for values in held:
             inputs = {name: values[name] for name in part.inputs}
@@ -74,19 +74,24 @@ def run_parts(
         yield part, found
 
 
-def open_graph(model: ir.Model, folder: Path, *, is_simulated: bool) -> onnxruntime.InferenceSession:
-    """A session over a graph, or a part of one, as the native runtime sets it up; its weights are in ``folder``."""
+def open_graph(
+    model: ir.Model, folder: Path | None = None, *, is_simulated: bool = False, is_packed: bool = True
+) -> onnxruntime.InferenceSession:
+    """A session over a graph, or a part of one, as the native runtime sets it up; its weights are in ``folder``, if in any.
+
+    ``is_packed``: matrices in full precision are copied into an order of ONNX Runtime's own, for many passes.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.enable_mem_pattern = 4, False
     for key, value in {
-        "session.disable_prepacking": "1",  # of matrices in full precision, which are read where they lie: a few passes are run
+        "session.disable_prepacking": str(int(not is_packed)),
         "session.force_spinning_stop": "1",
         "session.qdq_matmulnbits_accuracy_level": "1",
         "session.x64quantprecision": "1",
         "session.disable_quant_qdq": str(int(is_simulated)),
-        "session.model_external_initializers_file_folder_path": str(folder),
+        **({} if folder is None else {"session.model_external_initializers_file_folder_path": str(folder)}),
     }.items():
         options.add_session_config_entry(key, value)
     options.register_custom_ops_library(_native.library()._name)

@@ -1,0 +1,151 @@
+"""``--tune``: what layers take on this processor, format by format, so that ``--precision auto`` may choose by time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_export.graph import functions
+from dlm_export.graph.quantise import misfit
+from dlm_export.judging.part_runs import open_graph
+from dlm_export.network.spec import LinearSpec
+from dlm_export.planning.roofline import last_level_cache_bytes
+from dlm_export.targets import this_machine
+from dlm_runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+ROUNDS = 7
+_LEAST_BYTES = 64 << 20  # of weights that take turns, so that each is read from memory, as in a pass
+_MOST_BYTES = 512 << 20
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What layers take on ``processor`` in a pass that has ``rows`` rows.
+
+    ``seconds``: shape ``(inputs, outputs)`` -> format -> one product; ``shapes``: how many layers have each.
+    """
+
+    rows: int
+    processor: str
+    shapes: Mapping[Shape, int]
+    seconds: Mapping[Shape, Mapping[str, float]]
+
+    def cost(self, layer: LinearSpec, format: str) -> float:
+        """Seconds of one layer of a pass."""
+        return self.seconds[layer.inputs, layer.outputs][format]
+
+    def totals(self) -> dict[str, float]:
+        """Format -> seconds of all layers of a pass in it; a layer that it does not suit counts in full precision."""
+        names = dict.fromkeys(name for each in self.seconds.values() for name in each)
+        return {
+            name: sum(count * self.seconds[shape].get(name, self.seconds[shape][HIGH]) for shape, count in self.shapes.items())
+            for name in names
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the manifest keeps: milliseconds by shape and format, and of all layers."""
+        milliseconds = {
+            f"{inputs}x{outputs}": {name: seconds * 1e3 for name, seconds in found.items()}
+            for (inputs, outputs), found in self.seconds.items()
+        }
+        totals = {name: seconds * 1e3 for name, seconds in self.totals().items()}
+        return {"processor": self.processor, "rows": self.rows, "ms": totals, "ms_by_shape": milliseconds}
+
+
+def shapes_of(layers: Iterable[LinearSpec]) -> dict[Shape, int]:
+    """The shapes of layers, and how many have each."""
+    return dict(Counter((layer.inputs, layer.outputs) for layer in layers))
+
+
+def measure(layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_done: Callable[[], None]) -> Tuning:
+    """Time a product of ``rows`` rows in every format and shape of ``layers``, in full precision too, by turns.
+
+    ``on_done`` is called for every shape. All cores, ONNX Runtime set up as the runtime does, kernels as ``$DLM_KERNELS`` says.
+    Raises RequestError for a format that the project has no kernels for.
+    """
+    formats, layers = list(formats), list(layers)
+    for name in formats:
+        if not FORMATS[name].is_dynamic:
+            raise RequestError(
+                f"--tune times formats with kernels of their own, which {name} has not: take others, or leave it"
+            )
+    found, shapes = {}, shapes_of(layers)
+    for shape, count in shapes.items():
+        layer = next(layer for layer in layers if (layer.inputs, layer.outputs) == shape)
+        fitting = [HIGH, *(name for name in formats if misfit(layer, name) is None)]
+        found[shape] = _time(shape, fitting, rows, count)
+        on_done()
+    return Tuning(rows, this_machine()["processor"], shapes, found)
+
+
+def _time(shape: Shape, formats: list[str], rows: int, count: int) -> dict[str, float]:
+    """Format -> median seconds of one product."""
+    x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
+    runs = {}
+    for name in formats:
+        size = FORMATS[name].weight_bytes(*shape)
+        wanted = max(_LEAST_BYTES, 2 * last_level_cache_bytes())
+        copies = max(1, min(count, -(-wanted // size), _MOST_BYTES // size))
+        runs[name] = (_session(shape, name, copies), copies)
+    seconds: dict[str, list[float]] = {name: [] for name in formats}
+    for number in range(ROUNDS + 1):
+        for name, (session, copies) in runs.items():
+            began = time.perf_counter()
+            session.run(None, {"x": x})
+            if number:
+                seconds[name].append((time.perf_counter() - began) / copies)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSession:
+    """A graph of so many products of one input, each with a weight of its own."""
+    chosen, (inputs, outputs) = FORMATS[format], shape
+    rng = np.random.default_rng(1)
+    x = ir.Value(name="x", shape=ir.Shape(["rows", inputs]), type=ir.TensorType(ir.DataType.FLOAT))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 23}, name="products")
+    model = ir.Model(graph, ir_version=11)
+    for i in range(copies):
+        constants = [
+            ir.Value(name=f"{name}_{i}", const_value=ir.tensor(array))
+            for name, array in _weight(rng, chosen.group_size, format, shape)
+        ]
+        for value in constants:
+            graph.register_initializer(value)
+        if format == HIGH:
+            node = ir.node("MatMul", [x, *constants])
+        else:
+            name = functions.LINEAR[chosen.group_size is not None]
+            functions.declare(model, name)
+            attributes: dict[str, Any] = {"columns": [outputs]}
+            if chosen.group_size is not None:
+                attributes["group_size"] = chosen.group_size
+            node = ir.node(name, [x, *constants], attributes, domain=functions.DOMAIN)
+        y = node.outputs[0]
+        y.name, y.shape, y.type = f"y_{i}", ir.Shape(["rows", outputs]), ir.TensorType(ir.DataType.FLOAT)
+        graph.append(node)
+        graph.outputs.append(y)
+    return open_graph(model)
+
+
+def _weight(rng: np.random.Generator, group_size: int | None, format: str, shape: Shape) -> list[tuple[str, np.ndarray]]:
+    """A random weight as a graph holds it: a matrix, or panels and scales."""
+    inputs, outputs = shape
+    if format == HIGH:
+        return [("w", rng.standard_normal(shape, np.float32))]
+    panels, together = functions.padded(outputs) // functions.PANEL, functions.DOT if group_size is None else functions.PAIRS
+    codes = rng.integers(0, 256, (panels, inputs // together, functions.PANEL, functions.DOT), np.uint8)
+    if group_size is None:
+        return [("panels", codes), ("scales", np.ones(panels * functions.PANEL, np.float32))]
+    return [("panels", codes), ("scales", np.ones((panels, -(-inputs // group_size), functions.PANEL), np.float16))]
