@@ -7,6 +7,7 @@ natively: runtime/native/tests/kernels_test.cc.
 from __future__ import annotations
 
 import functools
+import platform
 import re
 import shutil
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from dlm_export.bundle import finish
 from dlm_export.graph import functions
 from dlm_runtime import DlmError, EngineError, RequestError, _native
 
-SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
+SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
 # Dream has grouped queries and biases. In NVFP4 weights alone: rounding of activations is no kernel's.
 BUNDLES = ("llada-fp32", "dream-fp32", "llada-int8", "dream-int8", "llada-int4", "dream-int4", "dream-nvfp4")
 BY_ROWS = ("int8", "int4")  # precisions that quantise activations
@@ -212,7 +213,19 @@ def test_kernels_that_the_processor_does_not_have_are_refused(
     assert str(refused.value).startswith(f'DLM_KERNELS is "{name[:40]}", kernels that this processor does not have; choose one')
     assert str(refused.value).endswith(", ".join(known))
     monkeypatch.setenv("DLM_KERNELS", next(name for name in SETS if name not in known))
-    with pytest.raises(RequestError, match="does not have; choose one of"):
+    with pytest.raises(RequestError, match=r"kernels that (this processor does not have|do not run here: .*); choose one of"):
+        dlm_runtime.open(llada_bundle)
+
+
+def test_what_amx_lacks_is_named(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "amx-int8" in choices(llada_bundle) or platform.machine() != "x86_64":
+        pytest.skip("nothing is lacking, or everything")
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    missing = [name for name in ("amx_tile", "amx_int8", "avx512_vnni") if name not in flags]
+    known = {"amx_tile": "amx-tile", "amx_int8": "amx-int8", "avx512_vnni": "AVX-512 with VNNI"}
+    reason = f"the processor has no {known[missing[0]]}" if missing else ".*(AMX|tried|compiler).*"
+    monkeypatch.setenv("DLM_KERNELS", "amx-int8")
+    with pytest.raises(RequestError, match=f'"amx-int8", kernels that do not run here: {reason}; choose one of .*none$'):
         dlm_runtime.open(llada_bundle)
 
 

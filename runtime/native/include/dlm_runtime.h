@@ -160,9 +160,10 @@ DLM_API void dlm_open_options_init(dlm_open_options *options);
 DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struct_size);
 #define dlm_open_options_init(options) dlm_open_options_init_sized(options, sizeof(dlm_open_options))
 
-/* Engine "onnxruntime" takes kernels of this library where it is slow itself: the first of "avx512-vnni", "avx-vnni", "avx2" or
- * "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
- * dlm_bundle_engine tells which they are. */
+/* Engine "onnxruntime" takes kernels of this library where it is slow itself: the first of "amx-int8", "avx512-vnni", "avx-vnni",
+ * "avx2" or "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
+ * dlm_bundle_engine tells which they are. "amx-int8" asks the system for the process's use of AMX's registers when kernels are
+ * first looked for: signal frames of threads that use them grow by 8 KiB. */
 
 /* ONNX Runtime's official builds store a device id and send telemetry, unless $ORT_DISABLE_TELEMETRY is 1 before they start.
  * Opening with engine "onnxruntime" sets it to 1 where it is not set. A program whose other threads read the environment at that

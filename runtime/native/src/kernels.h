@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace dlm {
@@ -59,8 +60,11 @@ struct Linear {
   bool is_gated;
   int64_t group_size;  // inputs of a column that share a scale, a multiple of 8; 0: INT8
 
-  // Bytes that any kernel wants as scratch memory, aligned to 64: some hold a code in two.
-  size_t scratch_bytes() const { return static_cast<size_t>(rows * (2 * inputs + 8)) + 64; }
+  // Bytes that any kernel wants as scratch memory, aligned to 64: some hold a code in two, or fill up 32 rows and 64 inputs.
+  size_t scratch_bytes() const {
+    const int64_t by_rows = rows * (2 * inputs + 8), filled_up = (rows + 31) / 32 * 32 * (inputs + inputs / 8 + 72);
+    return static_cast<size_t>(by_rows > filled_up ? by_rows : filled_up) + 64;
+  }
 };
 
 // y [rows, columns] = x [rows, inputs] @ weight, inputs a multiple of 16. A weight is its E2M1 value times (its group's scale
@@ -104,10 +108,20 @@ struct Kernels {
   void (*candidates)(const Candidates& rows, Parallel& parallel);
 };
 
-// What this library has for this processor, fastest first.
+// Kernels for this architecture, and why they do not run here; an empty refusal: they do.
+struct KernelSet {
+  const char* name;
+  const Kernels* kernels;  // nullptr: not compiled
+  std::string refusal;
+};
+
+// All of them, fastest first. Found out at the first call.
+const std::vector<KernelSet>& list_kernel_sets();
+
+// Those that run here.
 std::vector<const Kernels*> list_kernels();
 
-// The first of them, or those that DLM_KERNELS names; nullptr: none, which it may name too. Throws Error for any other name.
+// The first of those, or what DLM_KERNELS names; nullptr: none, which it may name too. Throws Error for any other name.
 const Kernels* find_kernels();
 
 }  // namespace dlm

@@ -41,12 +41,18 @@ struct Ahead {
   int64_t stride;
 };
 
-template <class Codes>
-void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, typename Codes::Code* codes,
-                   int32_t* offsets, float* scales) {
+// Some rows of a tile of `stride`, quantised; kTogether codes of a row lie together, a power of two.
+template <class Codes, int64_t kTogether = kDot>
+void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
+                   typename Codes::Code* codes, int32_t* offsets, float* scales) {
   using Code = typename Codes::Code;
+  constexpr int kPiece = kTogether < kLanes ? kTogether : kLanes;
   const int64_t groups = dlm::groups_of(inputs, group_size);
   for (int64_t row = 0; row < rows; ++row, x += inputs) {
+    const auto at = [&](int64_t k) {  // of a multiple of 4
+      const int64_t inside = k & (kTogether - kDot);
+      return codes + (k - inside) * stride + row * kTogether + inside;
+    };
     I largest = simd::izero();
     const I sign = simd::iset(0x7fffffff);
     int64_t k = 0;
@@ -65,8 +71,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
     __builtin_memcpy(&amax, &bits, sizeof amax);
     if (bits >= 0x7f800000) {  // every output of the row is NaN: nothing is hidden
       scales[row] = __builtin_nanf("");
-      for (k = 0; k < inputs; k += kDot) __builtin_memset(codes + (k * rows + row * kDot), 0, kDot * sizeof(Code));
-      for (int64_t group = 0; group < groups; ++group) offsets[group * rows + row] = 0;
+      for (k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
+      for (int64_t group = 0; group < groups; ++group) offsets[group * stride + row] = 0;
       continue;
     }
     if (amax < 1e-30f) amax = 1e-30f;
@@ -81,17 +87,16 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
         sums = simd::iadd(sums, rounded);
         Code stored[kLanes];
         Codes::store_codes(stored, rounded);
-        for (int i = 0; i < kLanes / kDot; ++i)
-          __builtin_memcpy(codes + ((k + i * kDot) * rows + row * kDot), stored + i * kDot, kDot * sizeof(Code));
+        for (int i = 0; i < kLanes; i += kPiece) __builtin_memcpy(at(k + i), stored + i, kPiece * sizeof(Code));
       }
       simd::istore(lanes, sums);
       for (const int32_t lane : lanes) sum += lane;
       for (; k < end; ++k) {
         const auto code = static_cast<Code>(__builtin_lrintf(x[k] * inverse));
-        codes[k / kDot * kDot * rows + row * kDot + Codes::kCodeOrder[k % kDot]] = code;
+        at(k / kDot * kDot)[Codes::kCodeOrder[k % kDot]] = code;
         sum += code;
       }
-      offsets[group * rows + row] = Codes::kWeightOffset * sum;
+      offsets[group * stride + row] = Codes::kWeightOffset * sum;
     }
     scales[row] = amax / 127.0f;
   }
@@ -196,6 +201,11 @@ inline F silu(F x) {
 
 template <class Codes>
 struct Product {
+  struct Task {
+    explicit Task(const Product&) {}
+  };
+  static constexpr int64_t kTogether = kTilesTogether;
+
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
@@ -203,10 +213,11 @@ struct Product {
   int32_t* offsets;
   float* scales;
 
+  int64_t slices() const { return tiles.count; }
   void quantise(int64_t tile) const {
-    const int64_t start = tiles.start(tile);
-    quantise_tile<Codes>(layer.x + start * layer.inputs, tiles.rows(tile), layer.inputs, group_size,
-                         codes + start * layer.inputs, offsets + start * groups, scales + start);
+    const int64_t start = tiles.start(tile), rows = tiles.rows(tile);
+    quantise_tile<Codes>(layer.x + start * layer.inputs, rows, layer.inputs, group_size, rows, codes + start * layer.inputs,
+                         offsets + start * groups, scales + start);
   }
 
   // Panel `number` of the weights, rows of tiles [first, last).
@@ -252,27 +263,30 @@ struct Product {
 
 constexpr int64_t kTasks = 16;  // a layer is cut into, where it is large enough
 
-template <class Codes>
-void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch, dlm::Parallel& parallel) {
-  const int64_t groups = dlm::groups_of(layer.inputs, group_size);
-  auto* const scales = static_cast<float*>(scratch);
-  auto* const offsets = reinterpret_cast<int32_t*>(scales + layer.rows);
-  auto* const codes = reinterpret_cast<typename Codes::Code*>(offsets + layer.rows * groups);
-  const Product<Codes> product{layer, group_size, groups, Tiles(layer.rows, Codes::kTileRows), codes, offsets, scales};
-  const Tiles& tiles = product.tiles;
+// Quantises the rows of a layer and multiplies them by every panel. Product is, as the struct of that name is:
+//
+//   slices, quantise(i)                    parts that rows are quantised in
+//   tiles, kTogether                       tiles of rows, and how many of them a panel goes by in a task
+//   Task                                   what a task holds of its thread while it multiplies
+//   multiply(weight, number, first, last)  panel `number` of a weight, rows of tiles [first, last)
+template <class Product>
+void run_product(const Product& product, dlm::Parallel& parallel) {
+  const dlm::Linear& layer = product.layer;
+  const int64_t slices = product.slices();
   // A few rows are quantised faster than a second thread is woken.
   if (layer.rows * layer.inputs < 100'000)
-    for (int64_t tile = 0; tile < tiles.count; ++tile) product.quantise(tile);
+    for (int64_t slice = 0; slice < slices; ++slice) product.quantise(slice);
   else
-    parallel.each(static_cast<size_t>(tiles.count), [&](size_t tile) { product.quantise(static_cast<int64_t>(tile)); });
+    parallel.each(static_cast<size_t>(slices), [&](size_t slice) { product.quantise(static_cast<int64_t>(slice)); });
   const size_t products = layer.is_gated ? 1 : layer.count;
   int64_t panels = 0;
   for (size_t i = 0; i < products; ++i) panels += dlm::padded_columns(layer.weights[i].columns) / kPanel;
-  const int64_t bands = (tiles.count + kTilesTogether - 1) / kTilesTogether;
+  const int64_t tiles = product.tiles.count, bands = (tiles + Product::kTogether - 1) / Product::kTogether;
   const int64_t chunk = most(1, least(8, panels * bands / kTasks)), chunks = (panels + chunk - 1) / chunk;
   parallel.each(static_cast<size_t>(bands * chunks), [&](size_t i) {
+    [[maybe_unused]] const typename Product::Task task(product);
     const int64_t band = static_cast<int64_t>(i) / chunks, from = static_cast<int64_t>(i) % chunks * chunk;
-    const int64_t first = band * kTilesTogether, last = least(first + kTilesTogether, tiles.count);
+    const int64_t first = band * Product::kTogether, last = least(first + Product::kTogether, tiles);
     for (int64_t n = from; n < least(from + chunk, panels); ++n) {
       size_t weight = 0;
       int64_t number = n;
@@ -281,6 +295,16 @@ void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch,
       product.multiply(weight, number, first, last);
     }
   });
+}
+
+template <class Codes>
+void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch, dlm::Parallel& parallel) {
+  const int64_t groups = dlm::groups_of(layer.inputs, group_size);
+  auto* const scales = static_cast<float*>(scratch);
+  auto* const offsets = reinterpret_cast<int32_t*>(scales + layer.rows);
+  auto* const codes = reinterpret_cast<typename Codes::Code*>(offsets + layer.rows * groups);
+  const Product<Codes> product{layer, group_size, groups, Tiles(layer.rows, Codes::kTileRows), codes, offsets, scales};
+  run_product(product, parallel);
 }
 
 void linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
