@@ -21,6 +21,7 @@ import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging import accuracy
 from dlm_export.judging.rounds import Effort
+from dlm_export.opening import Opening
 from dlm_export.progress import Silent
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import CalibrationOptions
@@ -46,7 +47,9 @@ def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, see
     folder = ROOT / "build" / "benchmarks" / f"calibration-{recipe}-{kind}"
     quantise = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
     build_from(source, folder, BuildOptions(precision=recipe, force=True, check_parity=False, quantise=quantise))
-    judging = accuracy.JudgingOptions(CalibrationOptions(data=data), Effort("full", judged), threads=1)
+    judging = accuracy.JudgingOptions(
+        CalibrationOptions(data=data), Effort("full", judged), opening=Opening("onnxruntime", threads=1)
+    )
     found = accuracy.judge_bundle(folder, source, judging, Silent()).as_dict()
     with dlm_runtime.open(folder) as bundle:
         states = bundle.manifest["precision"]["calibration"]["states"]

@@ -19,6 +19,7 @@ import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging import accuracy
 from dlm_export.judging.rounds import Effort
+from dlm_export.opening import Opening
 from dlm_export.progress import Silent
 from dlm_export.quantising.samples import CalibrationOptions, load_data
 from dlm_export.sources import open_source
@@ -46,7 +47,9 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
     }
     threshold = 0.9
     if is_quantised:
-        judging = accuracy.JudgingOptions(CalibrationOptions(data=data), Effort("full", judged), threads=1)
+        judging = accuracy.JudgingOptions(
+            CalibrationOptions(data=data), Effort("full", judged), opening=Opening("onnxruntime", threads=1)
+        )
         judgement = accuracy.judge_bundle(folder, source, judging, Silent())
         found = judgement.as_dict()
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}

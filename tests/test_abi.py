@@ -59,7 +59,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     field = "  NUMBER(novelty, int32_t, 7, 0, 9)"
     table.write_text(_grow(table.read_text(), (seed := "  NUMBER(seed, uint64_t, 0, 0, UINT64_MAX)", f"{seed} \\\n{field}")))
     sizes = sources / "sized.h"
-    others = {"dlm_denoiser": "eos_count", "dlm_open_options": "check_hashes", "dlm_generate_options": "user"}
+    others = {"dlm_denoiser": "eos_count", "dlm_open_options": "allow_fallback", "dlm_generate_options": "user"}
     sizes.write_text(
         _grow(
             sizes.read_text(),
@@ -72,7 +72,8 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     without = sources / "without_engine.cc"
     without.write_text(
         '#include "engine.h"\n#include "error.h"\n'
-        "std::unique_ptr<dlm::Engine> dlm::open_onnxruntime(const GraphSpec&, const std::string&, int) {\n"
+        "std::unique_ptr<dlm::Engine> dlm::open_onnxruntime(const GraphSpec&, const std::string&, int,\n"
+        "                                                    const ProviderChoice&) {\n"
         '  fail(DLM_UNSUPPORTED, "none");\n}\n'
     )
     library = folder / "libdlm_runtime.so"

@@ -24,6 +24,7 @@ from dlm_export.bundle import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
+from dlm_export.opening import Opening
 from dlm_export.planning import bench, roofline
 from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
 from dlm_runtime import Bundle, Generation, RequestError
@@ -148,7 +149,9 @@ def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch
     monkeypatch.setattr(Bundle, "generate_batch", generate)
     seconds = [9.0] * bench.WARM_UP + [0.004, 0.001, 0.003, 0.002, 0.005]
     monkeypatch.setattr(Bundle, "time_passes", lambda self, tokens, cached, rows, repeats, batch: seconds[:repeats])
-    options = bench.BenchOptions(threads=1, passes=(bench.PassSize(4, 0, 4),), prompt_tokens=3, new_tokens=18, rounds=5)
+    options = bench.BenchOptions(
+        Opening(threads=1), passes=(bench.PassSize(4, 0, 4),), prompt_tokens=3, new_tokens=18, rounds=5
+    )
     result = bench.bench(llada_bundle, options)
     assert result["generation"]["seconds"] == 9.0
     assert result["generation"]["tokens_per_s"] == 2.0

@@ -19,6 +19,7 @@ from test_report import Page, laid_out, needs_browser
 from dlm_export.bundle import finish
 from dlm_export.cli import main
 from dlm_export.judging.comparison import ComparisonError, read_entries, write_comparison
+from dlm_export.opening import Opening
 from dlm_export.planning.bench import BenchOptions, side_by_side
 from dlm_runtime import Bundle
 
@@ -175,7 +176,7 @@ def test_bundles_take_turns_and_a_warm_up_does_not_count(llada_bundle: Path, mon
         return generate(self, **request)
 
     monkeypatch.setattr(Bundle, "generate_batch", counted)
-    options = BenchOptions(threads=1, prompt_tokens=4, new_tokens=4, rounds=3)
+    options = BenchOptions(Opening(threads=1), prompt_tokens=4, new_tokens=4, rounds=3)
     found = side_by_side([llada_bundle, llada_bundle], options)
     assert len(asked) == 2 * (1 + 3)
     assert asked == [asked[0], asked[1]] * 4

@@ -74,15 +74,16 @@ def _header_folder(distribution: str, name: str) -> Path | None:
     return next((Path(str(file.locate())).parent for file in files if file.name == name), None)
 
 
-def _tensorrt_headers() -> list[str]:
-    """CMake options that lead to the headers of TensorRT and CUDA; empty where one of them is not installed."""
-    tensorrt, cuda = _header_folder("kernel-lens", "NvInferRuntime.h"), _header_folder("nvidia-cuda-runtime", "cuda.h")
-    return (
-        [] if tensorrt is None or cuda is None else [f"-DDLM_TENSORRT_INCLUDE_DIR={tensorrt}", f"-DDLM_CUDA_INCLUDE_DIR={cuda}"]
-    )
+def _header_option(option: str, distribution: str, name: str) -> list[str]:
+    """The CMake option that leads to a header; to nothing where its distribution is not installed."""
+    folder = _header_folder(distribution, name)
+    return [f"-U{option}" if folder is None else f"-D{option}={folder}"]
 
 
-TENSORRT_HEADERS = _tensorrt_headers()
+CUDA_HEADERS = _header_option("DLM_CUDA_INCLUDE_DIR", "nvidia-cuda-runtime", "cuda.h")
+TENSORRT_HEADERS = _header_option("DLM_TENSORRT_INCLUDE_DIR", "kernel-lens", "NvInferRuntime.h")
+HAS_MOCKS = CUDA_HEADERS[0].startswith("-D")
+HAS_TENSORRT = TENSORRT_HEADERS[0].startswith("-D")
 
 
 def build(folder: Path, *options: str) -> Path:
@@ -132,8 +133,7 @@ def header_fields(struct: str) -> list[str]:
 def sanitized() -> Path:
     """A build folder: the library and its tests under AddressSanitizer and UndefinedBehaviorSanitizer, TensorRT included."""
     options = ["-DCMAKE_BUILD_TYPE=Debug", "-DDLM_SANITIZE=ON", "-DDLM_BUILD_TESTS=ON"]
-    headers = TENSORRT_HEADERS or ["-UDLM_TENSORRT_INCLUDE_DIR", "-UDLM_CUDA_INCLUDE_DIR"]
-    return build(REPOSITORY / "build" / "native-asan", *options, *headers)
+    return build(REPOSITORY / "build" / "native-asan", *options, *TENSORRT_HEADERS, *CUDA_HEADERS)
 
 
 @pytest.fixture(scope="session")

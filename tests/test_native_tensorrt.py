@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_native import TENSORRT_HEADERS, run, sanitized, tool  # noqa: F401
+from test_native import HAS_MOCKS, HAS_TENSORRT, run, sanitized, tool  # noqa: F401
 
 VERSION = "10.14.1.48"
 VOCABULARY, MASK, TOP_K = 50, 49, 2
@@ -29,7 +29,7 @@ LAYER_PORTS = ("past_key", "past_value", "present_key", "present_value")
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # nvinfer1::DataType
 
 pytestmark = pytest.mark.skipif(
-    not TENSORRT_HEADERS,
+    not (HAS_TENSORRT and HAS_MOCKS),
     reason="TensorRT's or CUDA's headers are not installed: pip install kernel-lens==2.0.1 nvidia-cuda-runtime",
 )
 
@@ -64,13 +64,16 @@ def write_bundle(
     shift: int = 0,
     layers: tuple[tuple[int, int], ...] = LAYERS,
     names: Callable[[str], str] = str,
+    graphs: tuple[str, str] = ("judged", "device"),
 ) -> Path:
     """A bundle whose graph is never opened, with what the native reader needs and nothing else.
 
-    ``engines``: by target, what differs from a good entry; "plan" is the file. ``names``: what a port is called.
+    ``engines``: by target, what differs from a good entry; "plan" is the file. ``names``: what a port is called. ``graphs``:
+    the two graphs' files, which TensorRT opens none of.
     """
     folder.mkdir(exist_ok=True)
-    contents = {"denoiser.onnx": b"judged", "denoiser.device.onnx": b"device", "denoiser.onnx.data": b"weights"}
+    judged, device = (text.encode() for text in graphs)
+    contents = {"denoiser.onnx": judged, "denoiser.device.onnx": device, "denoiser.onnx.data": b"weights"}
     entries = {}
     for target, changes in ({"rtx5090": {}} if engines is None else engines).items():
         sizes = changes.get("profiles", profiles())
@@ -115,7 +118,7 @@ def bundle(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Told:
-    """What tensorrt_driver printed: statuses with their sentences, and how often each call was made until then."""
+    """What device_driver printed: statuses with their sentences, and how often each call was made until then."""
 
     opened: tuple[str, str]
     rounds: list[tuple[str, str]]
@@ -138,10 +141,11 @@ Drive = Callable[..., Told]
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
         """Run the driver; the mocks may be told to fail. It must exit well, leak nothing, and never touch foreign memory."""
-        mocks = {"DLM_CUDA_LIBRARY": str(sanitized / "libmock_cuda.so"), "DLM_TENSORRT": str(sanitized / "libmock_nvinfer.so")}
+        variable = {"DLM_CUDA_LIBRARY": "mock_cuda", "DLM_TENSORRT": "mock_nvinfer", "DLM_ONNXRUNTIME": "mock_onnxruntime"}
+        mocks = {name: str(sanitized / f"lib{mock}.so") for name, mock in variable.items()}
         arguments = [f"{key}={value}" for key, value in options.items()]
         environment = mocks | {"ASAN_OPTIONS": "detect_leaks=1"} | (variables or {})
-        done = run(sanitized / "tensorrt_driver", bundle, *arguments, **environment)
+        done = run(sanitized / "device_driver", bundle, *arguments, **environment)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         lines = done.stdout.splitlines()
 

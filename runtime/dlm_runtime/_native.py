@@ -92,6 +92,9 @@ class OpenOptions(C.Structure):
         ("engine_library", C.c_char_p),
         ("threads", C.c_int32),
         ("check_hashes", C.c_int32),
+        ("provider", C.c_char_p),
+        ("device", C.c_int32),
+        ("allow_fallback", C.c_int32),
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_runtime import _native
+from dlm_runtime import _native, providers
 from dlm_runtime.errors import RequestError
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
@@ -86,7 +86,13 @@ class Bundle:
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[i] for i in range(info.eos_count))
+        self.provider = "cpu"  # that runs the graph in ONNX Runtime
         self.engine: str = self._library.dlm_bundle_engine(handle).decode()
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether ONNX Runtime runs its graph on the CPU."""
+        return self.engine.startswith("onnxruntime") and self.provider == "cpu"
 
     def close(self) -> None:
         """Take no more requests, and free the engine and its weights once those that run have ended.
@@ -440,6 +446,8 @@ def open(
     path: str | Path,
     *,
     engine: str = "auto",
+    provider: str = "cpu",
+    allow_fallback: bool = False,
     threads: int = 0,
     library: str | Path | None = None,
     check_hashes: bool = True,
@@ -452,31 +460,53 @@ def open(
     0 takes all cores; it gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
     ``check_hashes=False`` compares files by size only.
 
+    ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with the GPU's number behind it
+    where that is not 0 ("cuda:1"); engine "auto" is then "onnxruntime". What such a provider does not run is refused by name,
+    or with ``allow_fallback`` left to the CPU, and named in ``Bundle.engine``.
+
     Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine, RequestError for an
-    engine that is not known, or that this bundle or device does not have.
+    engine or provider that is not known, or that this bundle or device does not have.
     """
+    name, device = providers.parse(provider)
+    if name != "cpu":
+        engine = "onnxruntime" if engine == "auto" else engine
+        if library is None and not os.environ.get("DLM_ONNXRUNTIME"):
+            providers.check_wheels()
+            providers.load_libraries()
     if engine == "auto":
         # The library has to be found before the engine is opened, so which one it will be is asked first.
-        with _open(path, "none", None, threads, False) as looked_at:
+        with _open(path, "none", library=None, check_hashes=False) as looked_at:
             engine = "tensorrt" if "device_file" in looked_at.manifest["loop"]["graph"] else "onnxruntime"
     if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
         library = _native.tensorrt_library()
-    bundle = _open(path, engine, library, threads, check_hashes)
+    bundle = _open(
+        path,
+        engine,
+        library=library,
+        check_hashes=check_hashes,
+        provider=name.encode(),
+        device=device,
+        allow_fallback=int(allow_fallback),
+        threads=threads,
+    )
+    bundle.provider = name
     bundle._folder = Path(path)
     if engine != "none":
         _ = bundle.tokenizer  # a damaged one is noticed here
     return bundle
 
 
-def _open(path: str | Path, engine: str, library: str | Path | None, threads: int, check_hashes: bool) -> Bundle:
+def _open(path: str | Path, engine: str, *, library: str | Path | None, check_hashes: bool, **others: bytes | int) -> Bundle:
+    """``others``: fields of the C struct as they are."""
     native = _native.library()
     options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None
     options.engine_library = None if library is None else os.fsencode(library)
-    options.threads = threads
     options.check_hashes = int(check_hashes)
+    for field, value in others.items():
+        setattr(options, field, value)
     handle = C.c_void_p()
     message = C.create_string_buffer(_native.MESSAGE_BYTES)
     status = native.dlm_bundle_open(os.fsencode(path), C.byref(options), message, len(message), C.byref(handle))

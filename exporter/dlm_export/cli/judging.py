@@ -20,8 +20,10 @@ from dlm_export.cli.options import (
     effort,
     engine_option,
     json_option,
+    opening,
     options,
     preset_option,
+    provider_options,
     refuse,
     threads_option,
 )
@@ -57,6 +59,7 @@ STOPPED = {
 )
 @click.option("--force", is_flag=True, default=None, help="Replace the report that is there.")
 @cpu_engine_option
+@provider_options
 @threads_option
 @json_option
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
@@ -109,8 +112,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
             prompts=chosen,
             max_new_tokens=values["max_new_tokens"],
             seed=values["seed"],
-            engine=values["engine"],
-            threads=values["threads"],
+            opening=opening(values),
             progress=bars,
         )
     if values["as_json"]:
@@ -126,7 +128,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
     found = golden.load(path)
     with Bars() as bars:
-        parity = golden.check(bundle, path, found, engine=values["engine"], threads=values["threads"], progress=bars)
+        parity = golden.check(bundle, path, found, opening=opening(values), progress=bars)
     if values["as_json"]:
         print_json(parity.as_dict() | {"golden": found.provenance.as_dict()})
     else:
@@ -140,7 +142,7 @@ def _judging(values: dict[str, Any]) -> JudgingOptions:
     from dlm_export.quantising.samples import CalibrationOptions
 
     data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
-    return JudgingOptions(data, effort(values, VERIFY_SECONDS), budgets(values), values["engine"], values["threads"])
+    return JudgingOptions(data, effort(values, VERIFY_SECONDS), budgets(values), opening(values))
 
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
@@ -171,6 +173,7 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @click.argument("candidate", type=CHECKPOINT)
 @options(JUDGE_OPTIONS)
 @cpu_engine_option
+@provider_options
 @threads_option
 @json_option
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
@@ -198,6 +201,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
 @click.option("--rounds", type=click.IntRange(3, 1000), help="Generations of each that are timed.  [default: 5]")
 @preset_option
 @engine_option
+@provider_options
 @threads_option
 @json_option
 def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any) -> None:
@@ -219,7 +223,7 @@ def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as
     with claimed_file(output, force=force) as page:
         entries, speeds, machine = comparison.read_entries(bundles), None, None
         if speed:
-            options = bench.BenchOptions(**values | {"rounds": values["rounds"] or 5})
+            options = bench.BenchOptions(opening(values), preset=values["preset"], rounds=values["rounds"] or 5)
             with Bars() as bars:
                 speeds, machine = bench.side_by_side(bundles, options, bars), this_machine()
         comparison.write_comparison(page, entries, speeds, machine)

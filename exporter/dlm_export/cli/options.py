@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dlm_export.families.base import Overrides
     from dlm_export.judging.judge import Budgets
     from dlm_export.judging.rounds import Effort
+    from dlm_export.opening import Opening
     from dlm_export.tensorrt.estimate import EngineOptions
 
 
@@ -62,6 +63,38 @@ cpu_engine_option = click.option(
     show_default=True,
     help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
 )
+_PROVIDERS = ("cpu", "cuda", "tensorrt", "nv_tensorrt_rtx")
+
+
+def _check_provider(_: click.Context, __: click.Parameter, text: str) -> str:
+    if text.partition(":")[0] not in _PROVIDERS:
+        raise click.BadParameter(f"{text!r} is not one of {', '.join(_PROVIDERS)}.")
+    return text
+
+
+def provider_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Who runs the graph in ONNX Runtime, for commands that take an engine."""
+    fallback = click.option(
+        "--allow-fallback", is_flag=True, help="Leave to the CPU what the provider does not run, and say so."
+    )
+    provider = click.option(
+        "--provider",
+        default="cpu",
+        show_default=True,
+        callback=_check_provider,
+        metavar="NAME[:GPU]",
+        help="Of ONNX Runtime: cpu, or on a GPU cuda, tensorrt, nv_tensorrt_rtx, with its number (cuda:1) unless it is 0.",
+    )
+    return provider(fallback(command))
+
+
+def opening(values: dict[str, Any]) -> Opening:
+    """Takes what ``Opening`` holds out of a command's values."""
+    from dlm_export.opening import Opening
+
+    return Opening(**{name: values.pop(name) for name in ("engine", "provider", "allow_fallback", "threads")})
+
+
 preset_option = click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
 set_option = click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any field of the policy; repeatable.")
 threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")

@@ -13,8 +13,10 @@ from dlm_export.cli.options import (
     CHECKPOINT,
     engine_option,
     json_option,
+    opening,
     policy_changes,
     preset_option,
+    provider_options,
     set_option,
     threads_option,
 )
@@ -38,6 +40,7 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table,
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
 @engine_option
+@provider_options
 @threads_option
 @json_option
 def run(
@@ -51,8 +54,6 @@ def run(
     changes: tuple[str, ...],
     watch: bool,
     delay: float,
-    engine: str,
-    threads: int,
     as_json: bool,
     **fields: Any,
 ) -> None:
@@ -60,11 +61,10 @@ def run(
 
     Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --max-new-tokens 64 --preset fast-dllm
     """
-    import dlm_runtime
-
     if sum(value is not None for value in (prompt, chat, tokens)) != 1:
         raise click.UsageError("give one of --prompt, --chat and --tokens")
     request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "preset": preset, "steps": steps}
+    how = opening(fields)
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes)
     if prompt is not None:
@@ -73,7 +73,7 @@ def run(
         request["chat"] = [{"role": "user", "content": chat}]
     else:
         request["tokens"] = _token_list(tokens or "")
-    with dlm_runtime.open(bundle, engine=engine, threads=threads) as opened:
+    with how.open(bundle) as opened:
         if watch:
             from dlm_export.cli.watch import watch as show
 
@@ -110,6 +110,7 @@ def run(
 )
 @click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
 @engine_option
+@provider_options
 @threads_option
 @json_option
 def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[str, ...], as_json: bool, **values: Any) -> None:
@@ -123,7 +124,7 @@ def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[st
     batches = (1,) if batch is None else bencher.parse_batches(batch)
     policy = policy_changes(changes)
     with Bars() as bars:
-        options = bencher.BenchOptions(passes=sizes, batches=batches, policy=policy, **values)
+        options = bencher.BenchOptions(opening(values), passes=sizes, batches=batches, policy=policy, **values)
         result = bencher.bench(bundle, options, bars)
     if as_json:
         print_json(result)

@@ -24,6 +24,7 @@ from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, require_matplo
 from dlm_export.judging.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
 from dlm_export.judging.threshold import Refit, refit_by_replay, refit_steps, refit_threshold
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import TakenError, claimed_file
 from dlm_export.progress import Progress
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
@@ -169,8 +170,7 @@ class JudgingOptions:
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
     budgets: Budgets = field(default_factory=Budgets)
-    engine: str = "onnxruntime"
-    threads: int = 0
+    opening: Opening = ON_CPU
 
 
 def judge_bundle(
@@ -181,7 +181,7 @@ def judge_bundle(
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
-    with dlm_runtime.open(folder, engine=options.engine, threads=options.threads) as bundle:
+    with options.opening.open(folder) as bundle:
         data = load_data(source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False)
         for doubt in data.doubts(option="--data"):
             warn(doubt)
@@ -211,8 +211,8 @@ def compare_bundles(
 ) -> Judgement:
     """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same tokens."""
     with (
-        dlm_runtime.open(reference, engine=options.engine, threads=options.threads) as first,
-        dlm_runtime.open(candidate, engine=options.engine, threads=options.threads) as second,
+        options.opening.open(reference) as first,
+        options.opening.open(candidate) as second,
     ):
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)

@@ -28,11 +28,11 @@ from typing import IO, Any
 
 import numpy as np
 
-import dlm_runtime
 from dlm_export import outputs
 from dlm_export.bundle import read_manifest
 from dlm_export.graph import PRECISIONS
 from dlm_export.judging.parity import TOLERANCES, Canvas, Parity, compare_logits
+from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -124,9 +124,7 @@ class Golden:
 # ---- Comparing ----
 
 
-def check(
-    folder: Path, path: Path, golden: Golden, *, engine: str = "onnxruntime", threads: int = 0, progress: Progress | None = None
-) -> Parity:
+def check(folder: Path, path: Path, golden: Golden, *, opening: Opening = ON_CPU, progress: Progress | None = None) -> Parity:
     """Compare a bundle in full precision with the golden file that was read from ``path``.
 
     Raises GoldenError if they are of two checkpoints, or if the bundle is quantised.
@@ -141,7 +139,7 @@ def check(
         )
     _check_same(folder, manifest, path, golden)
     progress.start("check parity", len({canvas.mask_ratio for canvas in golden.canvases}))
-    with dlm_runtime.open(folder, engine=engine, threads=threads, check_hashes=False) as bundle:
+    with opening.open(folder, check_hashes=False) as bundle:
         graph = compare_logits(bundle, golden.canvases, golden.logits, progress.advance)
     return Parity(precision, TOLERANCES[precision], graph, [], golden.provenance.reference)
 

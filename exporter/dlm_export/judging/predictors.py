@@ -110,7 +110,7 @@ class BundlePredictor:
     def speed(self) -> dict[str, Any] | None:
         """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated the formats."""
         seconds, passes = sum(done.timings["total"] for done in self._spent), sum(done.nfe for done in self._spent)
-        is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.engine.startswith("onnxruntime")
+        is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.is_on_cpu
         if is_simulated or not passes:
             return None
         machine = {name: value for name, value in this_machine().items() if name in ("processor", "cores", "gpu_sm")}

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.parity import TOLERANCES, Canvas, LoopRow, Parity, compare_logits, make_canvases, random_prompts
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
@@ -57,8 +57,7 @@ def check_parity(
     prompts: list[list[int]] | None = None,
     max_new_tokens: int = NEW_TOKENS,
     seed: int = 0,
-    threads: int = 0,
-    engine: str = "onnxruntime",
+    opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
     """Compare a bundle with a denoiser in torch; random prompts where none are given. ``precision``: of ``TOLERANCES``.
@@ -81,7 +80,7 @@ def check_parity(
     cases = make_cases(presets, prompts, max_new_tokens)
     expected = expect(denoiser, prompts, cases, seed, progress.advance)
     del denoiser
-    with dlm_runtime.open(folder, engine=engine, threads=threads, check_hashes=False) as opened:
+    with opening.open(folder, check_hashes=False) as opened:
         return compare(opened, expected, precision, progress.advance)
 
 

@@ -18,9 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import dlm_runtime
 from dlm_calibration.recipes import FORMATS
 from dlm_export.bundle import network_of
+from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import this_machine
@@ -45,8 +45,7 @@ class PassSize:
 class BenchOptions:
     """What to measure; None is what fits the bundle: passes of 256 tokens and of 32 over 224, 128 given and 128 new tokens."""
 
-    engine: str = "auto"
-    threads: int = 0
+    opening: Opening = field(default_factory=Opening)
     passes: tuple[PassSize, ...] | None = None
     prompt_tokens: int | None = None
     new_tokens: int | None = None
@@ -89,8 +88,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         raise RequestError("bench computes every token that it counts: leave stop as it is")
     rounds = max(3, options.rounds // GENERATION_SHARE)
     batches = sorted({1, *options.batches})
-    with dlm_runtime.open(path, engine=options.engine, threads=options.threads) as bundle:
-        manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.engine.startswith("onnxruntime")
+    with options.opening.open(path) as bundle:
+        manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.is_on_cpu
         check_manifest(manifest, path)
         preset = options.preset or manifest["loop"]["default_preset"]
         sizes = options.passes or _fitting_passes(bundle)
@@ -108,7 +107,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             passes.append({"batch": batch} | asdict(size) | _milliseconds(seconds))
             progress.advance()
     progress.start("roofline", 1)
-    machine, note = _machine(options.threads, is_on_cpu)
+    machine, note = _machine(options.opening.threads, is_on_cpu)
     for row, (size, batch) in zip(passes, made, strict=True):
         row["limit_ms"] = row["ratio"] = None
         if machine is not None:
@@ -122,7 +121,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             "parameters": manifest["network"]["parameters"],
             "engine": engine,
         },
-        "threads": options.threads,
+        "threads": options.opening.threads,
         "roofline": None if machine is None else asdict(machine),
         "passes": passes,
         "generation": generation.as_dict(),
@@ -219,7 +218,7 @@ def side_by_side(paths: Sequence[Path], options: BenchOptions, progress: Progres
     """
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(dlm_runtime.open(path, engine=options.engine, threads=options.threads)) for path in paths]
+        opened = [stack.enter_context(options.opening.open(path)) for path in paths]
         preset = options.preset or opened[0].manifest["loop"]["default_preset"]
         requests = [_request(bundle, options, preset, 1) for bundle in opened]
         results: list[list[Generation]] = [[] for _ in opened]

@@ -155,6 +155,11 @@ typedef struct dlm_open_options {
                                  NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
   int32_t threads;            /* of onnxruntime; 0: all cores */
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
+  const char *provider;       /* of onnxruntime: "cpu" (default) | "cuda" | "tensorrt" | "nv_tensorrt_rtx"; any but "cpu" makes
+                                 engine "auto" onnxruntime */
+  int32_t device;             /* of these: the GPU's number, from 0 on, as CUDA counts them */
+  int32_t allow_fallback;     /* 1: what the provider does not run, the CPU does, and dlm_bundle_engine says what that is;
+                                 0 (default): such nodes are refused by name, with UNSUPPORTED */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options *options);
 DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struct_size);
@@ -168,6 +173,10 @@ DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struc
 /* ONNX Runtime's official builds store a device id and send telemetry, unless $ORT_DISABLE_TELEMETRY is 1 before they start.
  * Opening with engine "onnxruntime" sets it to 1 where it is not set. A program whose other threads read the environment at that
  * time sets it itself, before it starts them. */
+
+/* A provider of GPUs wants ONNX Runtime 1.24 or newer, built with it (onnxruntime-gpu), and the driver ($DLM_CUDA_LIBRARY). It
+ * runs the form of the graph that the bundle holds for GPUs, where it holds one. A session keeps its keys and values on the device;
+ * of a pass, candidates come back, and logits if they are asked for. */
 
 /* Engine "tensorrt" is there if the library was compiled with TensorRT's headers. It runs on the first CUDA device
  * ($CUDA_VISIBLE_DEVICES chooses), takes the engine of the bundle that was built for that device and for exactly the

@@ -186,9 +186,15 @@ Denoiser read_denoiser(const json::Value& loop) {
 
 GraphSpec read_graph(const json::Value& graph, const json::Value& files, const std::string& folder, const Denoiser& denoiser) {
   graph.refuse_unknown({"file", "device_file", "simulated", "top_k", "cache_dtype", "ports"});
-  if (graph.find("device_file") != nullptr) listed(files, graph.at("device_file"));
-  return {folder + "/" + listed(files, graph.at("file")), denoiser.vocab_size,        denoiser.top_k,   denoiser.cache,
-          read_cache_type(graph),                         graph.boolean("simulated"), read_ports(graph)};
+  const bool has_device = graph.find("device_file") != nullptr;
+  return {folder + "/" + listed(files, graph.at("file")),
+          has_device ? folder + "/" + listed(files, graph.at("device_file")) : "",
+          denoiser.vocab_size,
+          denoiser.top_k,
+          denoiser.cache,
+          read_cache_type(graph),
+          graph.boolean("simulated"),
+          read_ports(graph)};
 }
 
 Profile read_profile(const json::Value& profile) {

@@ -132,6 +132,7 @@ dlm_open_options default_open_options() {
   options.struct_size = sizeof options;
   options.engine = "auto";
   options.check_hashes = 1;
+  options.provider = "cpu";
   return options;
 }
 
@@ -142,16 +143,39 @@ dlm_generate_options default_generate_options() {
   return options;
 }
 
-std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& name, const std::string& library,
+// The engine and provider that are asked for. Providers of GPUs are ONNX Runtime's alone.
+struct EngineChoice {
+  std::string engine;
+  dlm::ProviderChoice provider;
+};
+
+EngineChoice choose_engine(const dlm_open_options& options) {
+  EngineChoice choice{options.engine == nullptr ? "" : options.engine, {}};
+  choice.provider.name = options.provider == nullptr ? "" : options.provider;
+  choice.provider.device = options.device;
+  choice.provider.allow_fallback = options.allow_fallback != 0;
+  const std::string& engine = choice.engine;
+  if (engine != "auto" && engine != "onnxruntime" && engine != "tensorrt" && engine != "none")
+    dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: auto, onnxruntime, tensorrt, none", engine.c_str());
+  if (!choice.provider.is_gpu()) return choice;
+  if (engine == "tensorrt")
+    dlm::fail(DLM_INVALID_ARGUMENT, "provider \"%.40s\" is for engine \"onnxruntime\": engine \"tensorrt\" runs engine files",
+              choice.provider.name.c_str());
+  if (engine == "auto") choice.engine = "onnxruntime";
+  return choice;
+}
+
+std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const EngineChoice& choice, const std::string& library,
                                          int threads) {
+  const std::string& name = choice.engine;
   if (name == "none") return dlm::make_none(manifest.denoiser.cache);
   if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
     if (manifest.engines.empty())
-      dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\" for the CPU",
+      dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the CPU, or with a provider such as \"cuda\"",
                 manifest.is_for_gpus ? ("Build one: " + manifest.engine_command).c_str() : "Build it with --target for GPUs");
     return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
   }
-  return dlm::open_onnxruntime(manifest.graph, library, threads);
+  return dlm::open_onnxruntime(manifest.graph, library, threads, choice.provider);
 }
 
 dlm_generate_options take_options(const dlm_generate_options* options) {
@@ -293,20 +317,18 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     require(path, "path");
     dlm_open_options chosen = default_open_options();
     if (options != nullptr) chosen = dlm::take(*options, chosen);
-    const std::string engine = chosen.engine == nullptr ? "" : chosen.engine;
-    if (engine != "auto" && engine != "onnxruntime" && engine != "tensorrt" && engine != "none")
-      dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: auto, onnxruntime, tensorrt, none", engine.c_str());
+    const EngineChoice choice = choose_engine(chosen);
     if (chosen.threads < 0 || chosen.threads > 4096)
       dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", chosen.threads);
     auto opened = std::make_unique<dlm_bundle>();
-    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
+    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, choice.engine);
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     // On a thread of its own, if one is to be had, while the engine maps the files.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = open_engine(opened->manifest, engine, library, chosen.threads);
+      opened->engine = open_engine(opened->manifest, choice, library, chosen.threads);
     } catch (...) {
       hashed.get();  // a damaged file explains what an engine says of it
       throw;

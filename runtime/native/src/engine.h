@@ -74,15 +74,19 @@ class Engine {
   virtual std::string limits() const;
 };
 
-// An engine whose passes read and write host memory. Its contexts keep the cache there and point dlm_pass at it.
+// An engine that is told in dlm_pass where everything of a pass is. Its contexts keep the cache, and point the pass at it: in host
+// memory, unless the engine opens others.
 class HostEngine : public Engine {
  public:
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
 
-  std::unique_ptr<Context> open_context() final;
+  std::unique_ptr<Context> open_context() override;
 
   // Runs a pass with all of dlm_pass set; called from one thread a context and from several contexts at once.
   virtual void run(const dlm_pass& pass) = 0;
+
+ protected:
+  const CacheShape& cache() const { return cache_; }
 
  private:
   const CacheShape cache_;
@@ -99,7 +103,8 @@ struct PortNames {
 
 // What an engine must know of a bundle's graph; the manifest says it.
 struct GraphSpec {
-  std::string path;  // of denoiser.onnx
+  std::string path;         // of denoiser.onnx
+  std::string device_path;  // of device.onnx, the same graph as GPUs run it; empty if the bundle holds none
   int32_t vocab_size, top_k;
   CacheShape cache;
   int32_t cache_type;  // ElementType of graph.h
@@ -125,8 +130,20 @@ struct EngineSpec {
   Profile prefill, block;                      // profiles 0 and 1
 };
 
+// Which of ONNX Runtime's providers runs the graph, as dlm_open_options has it.
+struct ProviderChoice {
+  std::string name = "cpu";
+  int32_t device = 0;
+  bool allow_fallback = false;
+
+  bool is_gpu() const { return name != "cpu"; }
+};
+
 // Loads libonnxruntime (library, or the places that dlm_open_options names) and the graph; threads = 0: all cores.
-std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library, int threads);
+// Throws Error(DLM_ENGINE_MISSING) without the library, its provider or what that needs, Error(DLM_UNSUPPORTED) if the provider
+// leaves nodes to the CPU that it may not.
+std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library, int threads,
+                                         const ProviderChoice& provider);
 
 // Loads TensorRT (library, or the places that dlm_open_options names) and the one of the bundle's engines that fits it and
 // the device. Throws Error(DLM_ENGINE_MISSING) without library or driver, Error(DLM_UNSUPPORTED) if none fits.

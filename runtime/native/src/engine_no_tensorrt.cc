@@ -5,8 +5,8 @@
 namespace dlm {
 
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec&, const std::vector<EngineSpec>&, const std::string&) {
-  fail(DLM_UNSUPPORTED, "this build of libdlm_runtime has no TensorRT: compile it with -DDLM_TENSORRT_INCLUDE_DIR=... and "
-       "-DDLM_CUDA_INCLUDE_DIR=..., or use engine \"onnxruntime\", which runs the bundle's graph on the CPU");
+  fail(DLM_UNSUPPORTED, "this build of libdlm_runtime has no TensorRT: compile it with -DDLM_TENSORRT_INCLUDE_DIR=..., or "
+       "use engine \"onnxruntime\", which runs the bundle's graph on the CPU");
 }
 
 }  // namespace dlm

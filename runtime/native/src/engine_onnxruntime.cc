@@ -6,13 +6,17 @@
 // to write anything else.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "cuda_api.h"
 #include "custom_ops.h"
+#include "device_context.h"
 #include "engine.h"
 #include "error.h"
 #include "graph.h"
@@ -20,12 +24,15 @@
 #include "library.h"
 #include "ort_api.h"
 #include "ort_handles.h"
+#include "ort_provider.h"
 
 namespace dlm {
 namespace {
 
 constexpr char kAdvice[] =
     "Install it with pip (onnxruntime) or from the system (Debian: libonnxruntime), or set DLM_ONNXRUNTIME to its path.";
+
+constexpr char kGpuAdvice[] = "Install it with pip (onnxruntime-gpu), or set DLM_ONNXRUNTIME to its path.";
 
 // ---- The library ----
 
@@ -45,7 +52,8 @@ LibrarySearch where_to_look() {
 // docs/Privacy.md): DisableTelemetryEvents takes the environment that CreateEnv made. What the program chose stays.
 void switch_telemetry_off() { setenv("ORT_DISABLE_TELEMETRY", "1", 0); }
 
-Library load_library(const std::string& given) {
+// `provider`: who is to run the graph.
+Library load_library(const std::string& given, const ProviderChoice& provider) {
   switch_telemetry_off();
   std::string name;
   void* const handle = open_library(where_to_look(), given, &name);
@@ -57,10 +65,14 @@ Library load_library(const std::string& given) {
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
   const long minor = *point == '.' ? std::strtol(point + 1, nullptr, 10) : 0;
-  const bool is_new_enough = major > 1 || (major == 1 && minor >= long{ort::kApiVersion});
-  const void* const table = is_new_enough ? base->get_api(ort::kApiVersion) : nullptr;
+  const uint32_t least = provider.is_gpu() ? ort::kPlacementVersion : ort::kApiVersion;
+  const bool is_new_enough = major > 1 || (major == 1 && minor >= long{least});
+  const void* const table = is_new_enough ? base->get_api(least) : nullptr;
   if (table == nullptr) {
-    throw Error(DLM_ENGINE_MISSING, name + " is ONNX Runtime " + version + ", and 1.20 or newer is needed. " + kAdvice);
+    const std::string needed = "1." + std::to_string(least) + " or newer is needed";
+    throw Error(DLM_ENGINE_MISSING, name + " is ONNX Runtime " + version + ", and " + needed +
+                                        (provider.is_gpu() ? " for provider \"" + provider.name + "\"" : "") + ". " +
+                                        (provider.is_gpu() ? kGpuAdvice : kAdvice));
   }
   return {ort::Api(table), version};
 }
@@ -77,6 +89,15 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   }
 }
 
+// What the library says where a device has no memory left: its arena, or CUDA.
+bool is_out_of_memory(const std::string& message) {
+  const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
+  return std::any_of(std::begin(signs), std::end(signs), [&](const char* sign) { return message.find(sign) != std::string::npos; });
+}
+
+// With which the library refuses a session, kNoFallback set.
+constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback", kFallbackRefused[] = "assigned to the default CPU EP";
+
 // ---- Passes ----
 
 // The values of one call. They are kept from pass to pass, so that a pass allocates nothing here.
@@ -87,18 +108,21 @@ struct Scratch {
 
 class OnnxRuntime final : public HostEngine {
  public:
-  OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads)
+  OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads, const ProviderChoice& provider)
       : HostEngine(graph.cache),
         graph_(graph),
-        library_(load_library(library)),
+        path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
+        library_(load_library(library, provider)),
+        provider_(provider.is_gpu() ? &find_provider(provider.name) : nullptr),
         env_(api()),
         memory_(api()),
+        device_memory_(api()),
         session_(api()),
         ports_(list_ports(graph, kB)) {
     check(api(), api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()), "starting ONNX Runtime");
     check(api(), api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault, memory_.out()),
           "starting ONNX Runtime");
-    open_session(threads);
+    open_session(threads, provider);
     verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>("input", ports_.inputs);
     verify_ports<ort::SessionGetOutputCount, ort::SessionGetOutputName, ort::SessionGetOutputTypeInfo>("output",
                                                                                                         ports_.outputs);
@@ -106,14 +130,27 @@ class OnnxRuntime final : public HostEngine {
   }
 
   std::string description() const override {
-    return "onnxruntime " + library_.version + " (CPU" + (kernels_.empty() ? "" : ", ") + kernels_ + ")";
+    const std::string name = "onnxruntime " + library_.version;
+    if (!device_) return name + " (CPU" + (kernels_.empty() ? "" : ", ") + kernels_ + ")";
+    return name + " (" + provider_->label + ", " + device_->name() + ", SM " + std::to_string(device_->sm() / 10) + "." +
+           std::to_string(device_->sm() % 10) + (left_.empty() ? "" : "; not run there: " + left_) + ")";
+  }
+
+  std::unique_ptr<Context> open_context() override {
+    return device_ ? open_device_context(*this, *device_, cache()) : HostEngine::open_context();
   }
 
   void run(const dlm_pass& pass) override {
     check_pass(pass);
     Lease lease(*this);
-    const auto read = [&](size_t port, const void* data) { lease.add_input(pass, ports_.inputs[port], data); };
-    const auto write = [&](size_t port, void* data) { lease.add_output(pass, ports_.outputs[port], data); };
+    // Keys and values are where the context is; all else is in host memory, to and from which the library copies by itself.
+    const OrtMemoryInfo *const host = memory_.get(), *const cache = device_ ? device_memory_.get() : host;
+    const auto read = [&](size_t port, const void* data) {
+      lease.add_input(pass, ports_.inputs[port], data, port < kFirstPast ? host : cache);
+    };
+    const auto write = [&](size_t port, void* data) {
+      lease.add_output(pass, ports_.outputs[port], data, port < kFirstPresent ? host : cache);
+    };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy), write(3, pass.logits);
     for (size_t i = 0; i < layers(); ++i) {
@@ -126,6 +163,11 @@ class OnnxRuntime final : public HostEngine {
     OrtStatus* const reported = api().call<ort::Run>(
         session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(), scratch.inputs.data(),
         scratch.inputs.size(), scratch.output_names.data(), scratch.outputs.size(), scratch.outputs.data());
+    if (reported != nullptr) check_memory(reported, "a pass of " + std::to_string(pass.batch) + " x " +
+                                                        std::to_string(pass.tokens) + " tokens over " +
+                                                        std::to_string(pass.cached) + " cached ones that scores " +
+                                                        std::to_string(pass.rows) + " rows",
+                                                    "give fewer tokens, a smaller block_length or max_batch");
     check(api(), reported, "a pass of the denoiser failed");
     check_finite(pass.top_probs,
                  static_cast<size_t>(pass.batch) * static_cast<size_t>(pass.rows) * static_cast<size_t>(graph_.top_k));
@@ -160,12 +202,12 @@ class OnnxRuntime final : public HostEngine {
     Lease& operator=(const Lease&) = delete;
 
     // The C API has one kind of tensor over foreign memory; the library only reads inputs.
-    void add_input(const dlm_pass& pass, const Port& port, const void* data) {
-      scratch->inputs.push_back(engine_.tensor(pass, port, const_cast<void*>(data)));
+    void add_input(const dlm_pass& pass, const Port& port, const void* data, const OrtMemoryInfo* where) {
+      scratch->inputs.push_back(engine_.tensor(pass, port, const_cast<void*>(data), where));
     }
-    void add_output(const dlm_pass& pass, const Port& port, void* data) {
+    void add_output(const dlm_pass& pass, const Port& port, void* data, const OrtMemoryInfo* where) {
       if (data == nullptr) return;  // not asked for
-      scratch->outputs.push_back(engine_.tensor(pass, port, data));
+      scratch->outputs.push_back(engine_.tensor(pass, port, data, where));
       scratch->output_names.push_back(port.name.c_str());
     }
 
@@ -178,9 +220,22 @@ class OnnxRuntime final : public HostEngine {
   const ort::Api& api() const { return library_.api; }
   size_t layers() const { return graph_.cache.size(); }
 
-  void open_session(int threads) {
+  void open_session(int threads, const ProviderChoice& provider) {
     Owned<OrtSessionOptions, ort::ReleaseSessionOptions> options(api());
-    const auto set = [&](OrtStatus* reported) { check(api(), reported, "setting up ONNX Runtime"); };
+    set_up(options, threads);
+    if (provider.is_gpu()) open_on_device(options, provider);
+    else set_up_processor(options), create_session(options);
+  }
+
+  using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
+
+  void set(OrtStatus* reported) const { check(api(), reported, "setting up ONNX Runtime"); }
+
+  void configure(const SessionOptions& options, const char* key, const char* value) const {
+    set(api().call<ort::AddSessionConfigEntry>(options.get(), key, value));
+  }
+
+  void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
     // The environment belongs to the process: another user of the library may have chosen a louder level before us.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
@@ -189,33 +244,84 @@ class OnnxRuntime final : public HostEngine {
     set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
     // Threads of an idle session would otherwise spin on and take the cores from the next one.
-    set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.force_spinning_stop", "1"));
+    configure(options, "session.force_spinning_stop", "1");
     // Without it the library would quantise the activations of INT4 layers to eight bits, which nobody asked for.
-    set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.qdq_matmulnbits_accuracy_level", "1"));
-    // Products of unsigned by signed bytes saturate on processors without VNNI; unsigned by unsigned, which this makes, do not.
-    set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.x64quantprecision", "1"));
-    // The library knows no FP8 arithmetic, yet its fusions try to use it. Off, it dequantises constants once at load.
-    if (graph_.simulated)
-      set(api().call<ort::AddSessionConfigEntry>(options.get(), "session.disable_quant_qdq", "1"));
+    configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
     // T, S and R change with every pass, and the library would keep a memory plan for each combination it meets, without
     // a limit: 10 MB after 1200 shapes of a 6-layer denoiser, for no time gained. The arena stays: it levels off after
     // the largest pass, where plain allocation swings by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
+  }
+
+  // What is right on a processor, and our kernels for it.
+  void set_up_processor(const SessionOptions& options) {
+    // Products of unsigned by signed bytes saturate on processors without VNNI; unsigned by unsigned, which this makes, do not.
+    configure(options, "session.x64quantprecision", "1");
+    // The library knows no FP8 arithmetic, yet its fusions try to use it. Off, it dequantises constants once at load.
+    if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
       custom_ops_->add_to(options.get());
       kernels_ = kernels->name;
     }
-    OrtStatus* const reported =
-        api().call<ort::CreateSession>(env_.get(), graph_.path.c_str(), options.get(), session_.out());
-    check(api(), reported, graph_.path + ": onnxruntime " + library_.version, load_failure(api(), reported));
+  }
+
+  OrtStatus* try_session(const SessionOptions& options) {
+    return api().call<ort::CreateSession>(env_.get(), path_.c_str(), options.get(), session_.out());
+  }
+
+  void check_session(OrtStatus* reported) {
+    check(api(), reported, path_ + ": onnxruntime " + library_.version, load_failure(api(), reported));
+  }
+
+  void create_session(const SessionOptions& options) { check_session(try_session(options)); }
+
+  // Nothing is left to the CPU in silence: the library refuses that, and is then asked what it would have left, which takes the
+  // session that may.
+  void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
+    check_provider_there(api(), library_.version, *provider_);
+    device_.emplace(provider.device);
+    add_provider(api(), provider, options.get());
+    check(api(),
+          api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device}, ort::kMemTypeDefault,
+                                            device_memory_.out()),
+          "setting up ONNX Runtime");
+    configure(options, kRecordPlacement, "1");
+    configure(options, kNoFallback, provider.allow_fallback ? "0" : "1");
+    OrtStatus* reported = try_session(options);
+    const bool is_refused = reported != nullptr && !provider.allow_fallback &&
+                            std::string(api().call<ort::GetErrorMessage>(reported)).find(kFallbackRefused) != std::string::npos;
+    if (is_refused) {
+      api().call<ort::ReleaseStatus>(reported);
+      configure(options, kNoFallback, "0");
+      reported = try_session(options);
+    }
+    if (reported != nullptr) check_memory(reported, "the graph with its weights", "take a bundle of a smaller precision");
+    check_session(reported);
+    left_ = left_behind(api(), session_.get(), *provider_);
+    if (!provider.allow_fallback && (is_refused || !left_.empty()))
+      throw Error(DLM_UNSUPPORTED, path_ + ": ONNX Runtime's " + provider_->label + " provider does not run " +
+                                       (left_.empty() ? "all nodes" : left_) +
+                                       ". Build the bundle for GPUs, or let the CPU run them (allow_fallback, "
+                                       "--allow-fallback)");
+  }
+
+  // Throws for what was reported because a device has no memory left; what else was reported stays the caller's.
+  void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
+    const std::string message = api().call<ort::GetErrorMessage>(reported);
+    if (!device_ || !is_out_of_memory(message)) return;
+    api().call<ort::ReleaseStatus>(reported);
+    const CudaDevice::Use use(*device_);
+    const CudaDevice::Memory memory = device_->memory();
+    throw Error(DLM_OUT_OF_MEMORY, what + " needs more memory than the device has left, " + std::to_string(memory.free >> 20) +
+                                       " of " + std::to_string(memory.total >> 20) + " MiB: " + advice + ". " + one_line(message));
   }
 
   // Refuses a graph without one of the ports, with another type or shape, or with an input that nobody would feed.
   // Outputs that this runtime does not know are never asked for.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
-    const auto ask = [&](OrtStatus* reported) { check(api(), reported, graph_.path, DLM_BAD_BUNDLE); };
+    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     OrtAllocator* allocator = nullptr;
     size_t count = 0;
     ask(api().call<ort::GetAllocatorWithDefaultOptions>(&allocator));
@@ -228,31 +334,31 @@ class OnnxRuntime final : public HostEngine {
       Port* const port = find_port(ports, name);
       if (port == nullptr && &ports == &ports_.outputs) continue;
       if (port == nullptr) {
-        refuse_port(graph_.path, kind, name, "is not known to this runtime; the graph was written for a newer one?");
+        refuse_port(path_, kind, name, "is not known to this runtime; the graph was written for a newer one?");
       }
       Owned<OrtTypeInfo, ort::ReleaseTypeInfo> info(api());
       ask(api().call<GetTypeInfo>(session_.get(), i, info.out()));
       verify_port(kind, *port, info.get());
     }
-    check_complete(graph_.path, kind, ports);
+    check_complete(path_, kind, ports);
   }
 
   void verify_port(const char* kind, Port& port, const OrtTypeInfo* info) const {
-    const auto ask = [&](OrtStatus* reported) { check(api(), reported, graph_.path, DLM_BAD_BUNDLE); };
+    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     int type = 0;
     size_t rank = 0;
     ask(api().call<ort::CastTypeInfoToTensorInfo>(info, &tensor));
-    if (tensor == nullptr) refuse_port(graph_.path, kind, port.name, "is not a tensor");
+    if (tensor == nullptr) refuse_port(path_, kind, port.name, "is not a tensor");
     ask(api().call<ort::GetTensorElementType>(tensor, &type));
     ask(api().call<ort::GetDimensionsCount>(tensor, &rank));
     Dims dims(rank);
     ask(api().call<ort::GetDimensions>(tensor, dims.data(), rank));
-    note_port(graph_.path, kind, port, type, dims);
+    note_port(path_, kind, port, type, dims);
   }
 
   // A tensor over data, of the port's shape in this pass.
-  OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data) const {
+  OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data, const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
     size_t bytes = element_bytes(port.type);
     for (size_t i = 0; i < port.dims.size(); ++i) {
@@ -263,16 +369,20 @@ class OnnxRuntime final : public HostEngine {
     if (data == nullptr && bytes > 0) fail(DLM_INTERNAL, "a pass without \"%s\"", port.name.c_str());
     OrtValue* value = nullptr;
     OrtStatus* const reported = api().call<ort::CreateTensorWithDataAsOrtValue>(
-        memory_.get(), data, bytes, shape.data(), port.dims.size(), port.type, &value);
+        where, data, bytes, shape.data(), port.dims.size(), port.type, &value);
     if (reported != nullptr) check(api(), reported, "a pass of the denoiser failed at \"" + port.name + "\"");
     return value;
   }
 
-  // Destroyed from the last to the first: session, memory, environment.
+  // Destroyed from the last to the first: session, memory, environment, device.
   const GraphSpec graph_;
+  const std::string path_;  // of the graph that is run
   const Library library_;
+  const Provider* const provider_;  // nullptr: the CPU's
+  std::optional<CudaDevice> device_;
+  std::string left_;  // nodes that the provider leaves to others
   Owned<OrtEnv, ort::ReleaseEnv> env_;
-  Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_;
+  Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_, device_memory_;
   std::optional<CustomOps> custom_ops_;
   std::string kernels_;  // whose they are
   Owned<OrtSession, ort::ReleaseSession> session_;
@@ -285,8 +395,10 @@ class OnnxRuntime final : public HostEngine {
 
 }  // namespace
 
-std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library, int threads) {
-  return std::make_unique<OnnxRuntime>(graph, library, threads);
+std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library, int threads,
+                                         const ProviderChoice& provider) {
+  check_provider_name(provider.name);
+  return std::make_unique<OnnxRuntime>(graph, library, threads, provider);
 }
 
 }  // namespace dlm

@@ -12,8 +12,11 @@
 
 // Opaque to us; the names are the official ones, so that the check can compare signatures.
 struct OrtAllocator;
+struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
 struct OrtEnv;
+struct OrtEpAssignedNode;
+struct OrtEpAssignedSubgraph;
 struct OrtKernelContext;
 struct OrtKernelInfo;
 struct OrtMemoryInfo;
@@ -22,6 +25,7 @@ struct OrtSession;
 struct OrtSessionOptions;
 struct OrtShapeInferContext;
 struct OrtStatus;
+struct OrtTensorRTProviderOptionsV2;
 struct OrtTensorTypeAndShapeInfo;
 struct OrtTypeInfo;
 struct OrtValue;
@@ -30,6 +34,8 @@ namespace dlm::ort {
 
 // The oldest version whose table we ask for: libraries from 1.20 on give it, newer ones with more slots behind.
 constexpr uint32_t kApiVersion = 20;
+// The oldest that says which provider runs which node, without which none but the CPU's is used.
+constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
   const void* (*get_api)(uint32_t version);  // null, and a line on stderr, if the library is older
@@ -87,6 +93,7 @@ using GetTensorElementType = Entry<60, OrtStatus*(const OrtTensorTypeAndShapeInf
 using GetDimensionsCount = Entry<61, OrtStatus*(const OrtTensorTypeAndShapeInfo*, size_t*)>;
 using GetDimensions = Entry<62, OrtStatus*(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t rank)>;
 using GetTensorTypeAndShape = Entry<65, OrtStatus*(const OrtValue*, OrtTensorTypeAndShapeInfo**)>;
+using CreateMemoryInfo = Entry<68, OrtStatus*(const char* name, int allocator_type, int device, int memory_type, OrtMemoryInfo**)>;
 using CreateCpuMemoryInfo = Entry<69, OrtStatus*(int allocator_type, int memory_type, OrtMemoryInfo**)>;
 using AllocatorAlloc = Entry<75, OrtStatus*(OrtAllocator*, size_t, void**)>;
 using AllocatorFree = Entry<76, OrtStatus*(OrtAllocator*, void*)>;
@@ -104,12 +111,33 @@ using ReleaseTypeInfo = Entry<98, void(OrtTypeInfo*)>;
 using ReleaseTensorTypeAndShapeInfo = Entry<99, void(OrtTensorTypeAndShapeInfo*)>;
 using ReleaseSessionOptions = Entry<100, void(OrtSessionOptions*)>;
 using ReleaseCustomOpDomain = Entry<101, void(OrtCustomOpDomain*)>;
+using GetAvailableProviders = Entry<125, OrtStatus*(char*** names, int* count)>;
+using ReleaseAvailableProviders = Entry<126, OrtStatus*(char** names, int count)>;
 using AddSessionConfigEntry = Entry<130, OrtStatus*(OrtSessionOptions*, const char* key, const char* value)>;
 using ReleaseAllocator = Entry<132, void(OrtAllocator*)>;
 using KernelInfoGetAttributeArrayInt64 = Entry<163, OrtStatus*(const OrtKernelInfo*, const char* name, int64_t*, size_t*)>;
+using AppendTensorRtProvider = Entry<170, OrtStatus*(OrtSessionOptions*, const OrtTensorRTProviderOptionsV2*)>;
+using CreateTensorRtProviderOptions = Entry<171, OrtStatus*(OrtTensorRTProviderOptionsV2**)>;
+using UpdateTensorRtProviderOptions = Entry<172, OrtStatus*(OrtTensorRTProviderOptionsV2*, const char* const* keys,
+                                                            const char* const* values, size_t count)>;
+using ReleaseTensorRtProviderOptions = Entry<174, void(OrtTensorRTProviderOptionsV2*)>;
+using AppendCudaProvider = Entry<204, OrtStatus*(OrtSessionOptions*, const OrtCUDAProviderOptionsV2*)>;
+using CreateCudaProviderOptions = Entry<205, OrtStatus*(OrtCUDAProviderOptionsV2**)>;
+using UpdateCudaProviderOptions = Entry<206, OrtStatus*(OrtCUDAProviderOptionsV2*, const char* const* keys,
+                                                        const char* const* values, size_t count)>;
+using ReleaseCudaProviderOptions = Entry<208, void(OrtCUDAProviderOptionsV2*)>;
+using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* name, const char* const* keys,
+                                             const char* const* values, size_t count)>;
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
+// Since kPlacementVersion. What they give belongs to the session.
+using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
+using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;
+using PlacementGetNodes = Entry<409, OrtStatus*(const OrtEpAssignedSubgraph*, const OrtEpAssignedNode* const**, size_t*)>;
+using PlacedNodeGetName = Entry<410, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
+using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
+using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
 // OrtCustomOp: an operator of ours, as the library asks for it. What ends in V2 is used instead of the entry without.

@@ -34,7 +34,8 @@ struct Sized<dlm_denoiser> {
 template <>
 struct Sized<dlm_open_options> {
   static constexpr char name[] = "dlm_open_options";
-  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_open_options, check_hashes)};
+  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_open_options, check_hashes),
+                                       DLM_SIZE_UP_TO(dlm_open_options, allow_fallback)};
 };
 
 template <>

@@ -9,6 +9,7 @@
 #include <list>
 #include <utility>
 
+#include "device_cache.h"
 #include "error.h"
 
 namespace dlm::trt {
@@ -28,14 +29,16 @@ class Session {
   explicit Session(TensorRt& engine)
       : engine_(engine),
         cuda_(engine.device().cuda()),
-        stream_(nullptr, CudaDelete{&cuda_}),
-        offsets_(lay_out(engine)),
+        stream_(create_stream(cuda_)),
+        offsets_(lay_out_device(engine)),
         staging_offsets_(lay_out_staging(engine)),
         memory_(cuda_, CudaMemory::Kind::device, offsets_.back()),
-        staging_(cuda_, CudaMemory::Kind::pinned, staging_offsets_.back()) {
-    CUstream stream = nullptr;
-    cuda_.check(cuda_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
-    stream_.reset(stream);
+        staging_(cuda_, CudaMemory::Kind::pinned, staging_offsets_.back()),
+        cache_(cuda_, engine.graph().cache) {
+    std::vector<DeviceCache::Place> places;
+    for (size_t i = 0; i < 2 * engine.graph().cache.size(); ++i)  // keys and values
+      places.push_back({input(kFirstPast + i), output(kFirstPresent + i)});
+    cache_.place(std::move(places));
     for (int32_t profile = 0; profile < 2; ++profile) any_size_[profile] = create_context(profile);
     synchronize();
   }
@@ -53,14 +56,13 @@ class Session {
            pass.cached, pass.rows, engine_.limits().c_str());
     key.rows = rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
     engine_.forget_errors();
-    if (use == CacheUse::write) kept_ = 0;
-    written_ = {0, 0};
+    cache_.begin(use);
     fill_staging(pass, key.rows);
     launch(key);
     const auto rows = static_cast<size_t>(pass.rows), top_k = static_cast<size_t>(engine_.graph().top_k);
     if (pass.logits != nullptr) {
       const size_t bytes = rows * static_cast<size_t>(engine_.graph().vocab_size) * sizeof *pass.logits;
-      cuda_.check(cuda_.cuMemcpyDtoHAsync(pass.logits, output(kLogits), bytes, stream_.get()), "cuMemcpyDtoHAsync");
+      cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(pass.logits, output(kLogits), bytes, stream_.get()), "cuMemcpyDtoHAsync");
     }
     synchronize();
     const auto take = [&](Staged part, auto* to, size_t count) {
@@ -70,32 +72,12 @@ class Session {
     take(kStagedProbs, pass.top_probs, rows * top_k);
     if (pass.entropy != nullptr) take(kStagedEntropy, pass.entropy, rows);
     check_finite(pass.top_probs, rows * top_k);
-    const auto first = static_cast<int32_t>(pass.position_ids[0]);
-    if (use == CacheUse::write || use == CacheUse::refresh) written_ = hole_ = {first, first + pass.tokens};
+    cache_.end(pass, use);
   }
 
-  // On the device, in the order of the stream, and nothing to wait for. Rows stay in the order of their positions: the whole of
-  // past goes behind present's rows and comes back with its new number of rows a head, in a few copies a tensor. To move only
-  // the rows that change, as in host memory, would take some for every head of it: thousands, at microseconds each to start.
-  void keep_outside(int32_t first, int32_t last) {
-    const int32_t length = kept_ + hole_.tokens();
-    const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
-    if (!is_filled && (first > hole_.first || last < hole_.last))
-      fail(DLM_INTERNAL, "rows outside %d..%d are to be kept, those of %d..%d are gone", first, last, hole_.first, hole_.last);
-    const CacheShape& cache = engine_.graph().cache;
-    for (size_t i = 0; i < 2 * cache.size(); ++i)  // keys and values
-      move_rows(first, last, cache[i / 2], input(kFirstPast + i), output(kFirstPresent + i));
-    kept_ = length - (last - first);
-    hole_ = {first, last};
-    written_ = {0, 0};
-  }
+  void keep_outside(int32_t first, int32_t last) { cache_.keep_outside(first, last, stream_.get()); }
 
-  uint64_t cache_bytes() const {
-    uint64_t bytes = 0;
-    for (const CacheLayer& layer : engine_.graph().cache)
-      bytes += 2 * (layer.tensor_bytes(1, kept_ + hole_.tokens()) + layer.tensor_bytes(1, kept_));  // present and past
-    return bytes;
-  }
+  uint64_t cache_bytes() const { return cache_.bytes(); }
 
  private:
   // A captured pass is bound to its execution context: changing the context afterwards is undefined, so TensorRT's developer
@@ -109,47 +91,8 @@ class Session {
   };
   static constexpr size_t kMostRepeated = 32;  // each costs an execution context's host memory
 
-  struct Range {
-    int32_t first, last;
-    int32_t tokens() const { return last - first; }
-  };
-
   enum Staged : size_t { kStagedIds, kStagedPositions, kStagedRows, kStagedTokens, kStagedProbs, kStagedEntropy };
   enum Output : size_t { kTopToken, kTopProb, kEntropy, kLogits };
-
-  // One tensor's part of keep_outside.
-  void move_rows(int32_t first, int32_t last, const CacheLayer& layer, CUdeviceptr past, CUdeviceptr present) {
-    const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
-    const size_t row = layer.row_bytes();
-    const auto heads = static_cast<size_t>(layer.kv_heads);
-    const size_t staged = layer.tensor_bytes(1, written_.tokens());  // present is as large as the longest canvas
-    // `rows` rows of every head, where a head has from_rows and to_rows.
-    const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows) {
-      if (rows <= 0) return;
-      CUDA_MEMCPY2D what{};
-      what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-      what.srcDevice = from;
-      what.dstDevice = to;
-      what.srcPitch = static_cast<size_t>(from_rows) * row;
-      what.dstPitch = static_cast<size_t>(to_rows) * row;
-      what.WidthInBytes = static_cast<size_t>(rows) * row;
-      what.Height = heads;
-      cuda_.check(cuda_.cuMemcpy2DAsync(&what, stream_.get()), "cuMemcpy2DAsync");
-    };
-    copy(past, kept_, present + staged, kept_, kept_);
-    // The positions [low, high) outside [first, last), all of them from the rows that start at position `at`.
-    const auto take = [&](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low, int32_t high) {
-      const auto part = [&](int32_t begin, int32_t end, int32_t to) {
-        copy(from + static_cast<size_t>(begin - at) * row, from_rows, past + static_cast<size_t>(begin - to) * row, kept,
-             end - begin);
-      };
-      part(low, std::min(high, first), 0);
-      part(std::max(low, last), high, last - first);
-    };
-    take(present + staged, kept_, 0, 0, hole_.first);
-    take(present, written_.tokens(), hole_.first, hole_.first, hole_.last);
-    take(present + staged, kept_, hole_.tokens(), hole_.last, length);
-  }
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
     size_t bytes = element_bytes(port.type);
@@ -161,19 +104,19 @@ class Session {
   }
 
   // Inputs, outputs, working memory.
-  static std::vector<size_t> lay_out(const TensorRt& engine) {
+  static std::vector<size_t> lay_out_device(const TensorRt& engine) {
     const Largest sizes = largest(engine.spec());
     std::vector<size_t> bytes;
     for (const Port& port : engine.ports().inputs) bytes.push_back(bytes_of(port, sizes));
     for (const Port& port : engine.ports().outputs) bytes.push_back(bytes_of(port, sizes));
     bytes.push_back(std::max(engine.working_bytes(0), engine.working_bytes(1)));
-    return trt::lay_out(bytes);
+    return lay_out(bytes);
   }
 
   static std::vector<size_t> lay_out_staging(const TensorRt& engine) {
     const Largest sizes = largest(engine.spec());
     const Ports& ports = engine.ports();
-    return trt::lay_out({bytes_of(ports.inputs[0], sizes), bytes_of(ports.inputs[1], sizes), bytes_of(ports.inputs[2], sizes),
+    return lay_out({bytes_of(ports.inputs[0], sizes), bytes_of(ports.inputs[1], sizes), bytes_of(ports.inputs[2], sizes),
                          bytes_of(ports.outputs[kTopToken], sizes), bytes_of(ports.outputs[kTopProb], sizes),
                          bytes_of(ports.outputs[kEntropy], sizes)});
   }
@@ -225,11 +168,11 @@ class Session {
     const auto tokens = static_cast<size_t>(key.tokens), rows = static_cast<size_t>(key.rows);
     const auto candidates = rows * static_cast<size_t>(engine_.graph().top_k);
     const auto put = [&](Staged part, size_t port, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyHtoDAsync(input(port), staging_.host(staging_offsets_[part]), bytes, stream_.get()),
+      cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(input(port), staging_.host(staging_offsets_[part]), bytes, stream_.get()),
                   "cuMemcpyHtoDAsync");
     };
     const auto take = [&](Staged part, Output port, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyDtoHAsync(staging_.host(staging_offsets_[part]), output(port), bytes, stream_.get()),
+      cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(staging_.host(staging_offsets_[part]), output(port), bytes, stream_.get()),
                   "cuMemcpyDtoHAsync");
     };
     put(kStagedIds, 0, tokens * sizeof(int64_t));
@@ -272,7 +215,7 @@ class Session {
   // Leaves known.graph empty where a pass cannot be captured: it then runs without, and gives the same.
   void capture(Repeated& known) {
     // Other threads' calls are none of this capture's business.
-    if (cuda_.cuStreamBeginCapture(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) != CUDA_SUCCESS) return;
+    if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) != CUDA_SUCCESS) return;
     bool is_whole = true;
     try {
       enqueue(*known.context, known.key);
@@ -292,10 +235,9 @@ class Session {
   CudaStream stream_;  // freed last
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
+  DeviceCache cache_;
   std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // by profile
   std::list<Repeated> repeated_;                              // last used first
-  int32_t kept_ = 0;                                          // rows a head in past: of all positions outside hole_
-  Range hole_{0, 0}, written_{0, 0};                          // written_: the positions that present's rows are of
 };
 
 class TensorRtContext final : public Context {

@@ -69,14 +69,6 @@ inline Largest largest(const EngineSpec& engine) {
   return {most(&Profile::tokens), most(&Profile::cached), most(&Profile::rows)};
 }
 
-// Offsets of parts of these sizes in one allocation, and its size as the last element. Each part starts at a multiple of
-// 256 bytes, as TensorRT asks for, and takes at least as much, as it asks for an address of its own for empty tensors too.
-inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
-  std::vector<size_t> offsets = {0};
-  for (const size_t part : bytes) offsets.push_back(offsets.back() + (std::max<size_t>(part, 1) + 255) / 256 * 256);
-  return offsets;
-}
-
 // "passes of 1..512 tokens that score up to 64 rows, and passes of ..."
 inline std::string limits_text(const EngineSpec& engine) {
   const auto range = [](const Sizes& sizes) { return std::to_string(sizes.smallest) + ".." + std::to_string(sizes.largest); };

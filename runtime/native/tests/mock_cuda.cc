@@ -2,7 +2,7 @@
 // range is checked, work on a stream is not done before somebody waits for it, and calls without a current context fail.
 //
 // $MOCK_CUDA_SM is the device's compute capability (default 120), $MOCK_CUDA_DEVICES how many there are (default 1),
-// $MOCK_CUDA_FAIL which call fails.
+// $MOCK_CUDA_BYTES their memory (default 1 GiB), $MOCK_CUDA_FAIL which call fails.
 #include "mock_cuda.h"
 
 #include <cstdlib>
@@ -49,6 +49,8 @@ const char* variable(const char* name, const char* fallback) {
   const char* const value = std::getenv(name);
   return value != nullptr ? value : fallback;
 }
+
+size_t device_bytes() { return static_cast<size_t>(std::atoll(variable("MOCK_CUDA_BYTES", "1073741824"))); }
 
 void add(const std::string& count) {
   const std::lock_guard<std::mutex> lock(state().mutex);
@@ -247,6 +249,14 @@ CUresult cuStreamSynchronize(CUstream stream) {
   CALL(cuStreamSynchronize, CUDA_ERROR_LAUNCH_FAILED);
   if (stream->capturing != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   drain(stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetInfo(size_t* free, size_t* total) {
+  CALL(cuMemGetInfo, CUDA_ERROR_LAUNCH_FAILED);
+  *free = *total = device_bytes();
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  for (const auto& [start, bytes] : state().device) *free -= bytes;
   return CUDA_SUCCESS;
 }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "device_cache.h"
 #include "error.h"
 #include "json.h"
 #include "loop.h"
@@ -494,7 +495,7 @@ void test_tensorrt_plans(Tally& tally) {
 
   const auto sizes = dlm::trt::largest(engine);
   CHECK(sizes.tokens == 512 && sizes.cached == 512 && sizes.rows == 64);
-  CHECK((dlm::trt::lay_out({0, 1, 256, 257, 8}) == std::vector<size_t>{0, 256, 512, 768, 1280, 1536}));
+  CHECK((dlm::lay_out({0, 1, 256, 257, 8}) == std::vector<size_t>{0, 256, 512, 768, 1280, 1536}));
 
   CHECK(why_not(engine, {120, "tensorrt", "10.14.1.48"}).empty() && why_not(engine, {89, "tensorrt", "10.14.1.48"}).empty());
   CHECK(why_not(engine, {121, "tensorrt", "10.14.1.48"}) == "built for SM 8.9, 12.0, this device is SM 12.1");

@@ -83,6 +83,7 @@ CHECK_SLOT(GetTensorElementType);
 CHECK_SLOT(GetDimensionsCount);
 CHECK_SLOT(GetDimensions);
 CHECK_SLOT(GetTensorTypeAndShape);
+CHECK_SLOT(CreateMemoryInfo);
 CHECK_SLOT(CreateCpuMemoryInfo);
 CHECK_SLOT(AllocatorAlloc);
 CHECK_SLOT(AllocatorFree);
@@ -99,11 +100,31 @@ CHECK_SLOT(ReleaseTypeInfo);
 CHECK_SLOT(ReleaseTensorTypeAndShapeInfo);
 CHECK_SLOT(ReleaseSessionOptions);
 CHECK_SLOT(ReleaseCustomOpDomain);
+CHECK_SLOT(GetAvailableProviders);
+CHECK_SLOT(ReleaseAvailableProviders);
 CHECK_SLOT(AddSessionConfigEntry);
 CHECK_SLOT(ReleaseAllocator);
 CHECK_SLOT_OF(KernelInfoGetAttributeArrayInt64, KernelInfoGetAttributeArray_int64);
+CHECK_SLOT_OF(AppendTensorRtProvider, SessionOptionsAppendExecutionProvider_TensorRT_V2);
+CHECK_SLOT_OF(CreateTensorRtProviderOptions, CreateTensorRTProviderOptions);
+CHECK_SLOT_OF(UpdateTensorRtProviderOptions, UpdateTensorRTProviderOptions);
+CHECK_SLOT_OF(ReleaseTensorRtProviderOptions, ReleaseTensorRTProviderOptions);
+CHECK_SLOT_OF(AppendCudaProvider, SessionOptionsAppendExecutionProvider_CUDA_V2);
+CHECK_SLOT_OF(CreateCudaProviderOptions, CreateCUDAProviderOptions);
+CHECK_SLOT_OF(UpdateCudaProviderOptions, UpdateCUDAProviderOptions);
+CHECK_SLOT_OF(ReleaseCudaProviderOptions, ReleaseCUDAProviderOptions);
+CHECK_SLOT_OF(AppendProvider, SessionOptionsAppendExecutionProvider);
 CHECK_SLOT_OF(KernelContextGetAllocator, KernelContext_GetAllocator);
 CHECK_SLOT_OF(KernelContextParallelFor, KernelContext_ParallelFor);
+#if ORT_API_VERSION >= 24
+static_assert(dlm::ort::kPlacementVersion == 24);
+CHECK_SLOT_OF(GetPlacement, Session_GetEpGraphAssignmentInfo);
+CHECK_SLOT_OF(PlacementGetProvider, EpAssignedSubgraph_GetEpName);
+CHECK_SLOT_OF(PlacementGetNodes, EpAssignedSubgraph_GetNodes);
+CHECK_SLOT_OF(PlacedNodeGetName, EpAssignedNode_GetName);
+CHECK_SLOT_OF(PlacedNodeGetDomain, EpAssignedNode_GetDomain);
+CHECK_SLOT_OF(PlacedNodeGetOperator, EpAssignedNode_GetOperatorType);
+#endif
 
 // OrtCustomOp grows at its end only, and a library reads as much of it as its version says.
 static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));

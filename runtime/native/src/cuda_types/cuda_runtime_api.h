@@ -1,8 +1,6 @@
-// Stands for CUDA's header of this name, which TensorRT's headers include for two opaque types. The driver's API has the same
-// types under other names, so the CUDA runtime's headers, spread over several packages, are not needed.
+// Stands for CUDA's header of this name, which TensorRT's headers include for two opaque types. The driver has the same types
+// under other names (cuda_api.h), so none of CUDA's headers are needed.
 #pragma once
 
-#include <cuda.h>
-
-typedef CUstream cudaStream_t;
-typedef CUevent cudaEvent_t;
+typedef struct CUstream_st* cudaStream_t;
+typedef struct CUevent_st* cudaEvent_t;

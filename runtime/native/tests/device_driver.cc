@@ -1,11 +1,12 @@
-// Generates with engine "tensorrt", over the mocks of CUDA and TensorRT, and with a callback engine that makes the same passes
-// in host memory, and compares. tests/test_native_tensorrt.py runs it, mostly under sanitizers.
+// Generates with an engine on a device, over the mocks of CUDA and of TensorRT or ONNX Runtime, and with a callback engine that makes
+// the same passes in host memory, and compares. tests/test_native_tensorrt.py and tests/test_providers.py run it, mostly under
+// sanitizers.
 //
 // The callback engine's layers are all alike, those of a bundle need not be: its layers are of one head as wide as the widest
 // layer of the bundle, and each pass is made on a copy in the bundle's own layout.
 //
-//   tensorrt_driver BUNDLE [KEY=VALUE ...]   layers: KV_HEADSxHEAD_SIZE of each, with commas between; cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
-//                                            engine, cycle: round r asks for r % cycle more tokens;
+//   device_driver BUNDLE [KEY=VALUE ...]   layers: KV_HEADSxHEAD_SIZE of each, with commas between; cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
+//                                            engine, provider, device, allow_fallback, cycle: round r asks for r % cycle more tokens;
 //                                            alternate=1: every second round asks for no more
 //                                            batch: requests at once, all of the same tokens, in batches of max_batch
 //
@@ -32,6 +33,7 @@ std::map<std::string, std::string> options = {{"layers", ""},     {"cache", "non
                                               {"block", "8"},    {"given", "5"},       {"new", "24"},
                                               {"infill", "0"},   {"rounds", "1"},      {"threads", "1"},
                                               {"logits", "0"},   {"engine", "tensorrt"},
+                                              {"provider", "cpu"}, {"device", "0"},    {"allow_fallback", "0"},
                                               {"cycle", "1"},    {"alternate", "0"}, {"refresh", "0"},
                                               {"batch", "0"},    {"max_batch", "1"}};
 
@@ -156,7 +158,7 @@ int main(int argc, char** argv) {
     const size_t equals = argument.find('=');
     const std::string key = argument.substr(0, equals);
     if (equals == std::string::npos || options.count(key) == 0) {
-      std::fprintf(stderr, "usage: tensorrt_driver BUNDLE [KEY=VALUE ...]\n");
+      std::fprintf(stderr, "usage: device_driver BUNDLE [KEY=VALUE ...]\n");
       return 2;
     }
     options[key] = argument.substr(equals + 1);
@@ -166,6 +168,9 @@ int main(int argc, char** argv) {
   dlm_bundle *bundle = nullptr, *callback = nullptr;
   dlm_open_options_init(&open);
   open.engine = options["engine"].c_str();
+  open.provider = options["provider"].c_str();
+  open.device = number("device");
+  open.allow_fallback = number("allow_fallback");
   const dlm_status opened = argc > 1 ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle) : DLM_INVALID_ARGUMENT;
   std::printf("open %s %s\n", dlm_status_name(opened), opened == DLM_OK ? dlm_bundle_engine(bundle) : message);
   if (opened == DLM_OK) {

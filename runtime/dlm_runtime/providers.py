@@ -1,0 +1,74 @@
+"""ONNX Runtime's providers for GPUs as pip installs them: the wheel that holds them, and NVIDIA's libraries beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from importlib import metadata
+from pathlib import Path
+
+from dlm_runtime.errors import EngineError, RequestError
+
+# What the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they open when they need it; the first of two goes first
+# where one needs the other. {} is the major version of CUDA.
+_LIBRARIES = (
+    "libcudart.so.{}",
+    "libcublasLt.so.{}",
+    "libcublas.so.{}",
+    "libnvrtc.so.{}",
+    "libcurand.so.10",
+    "libcufft.so.*",
+    "libcudnn.so.9",
+)
+
+
+def parse(provider: str) -> tuple[str, int]:
+    """``cuda`` and ``cuda:1`` as name and device. Raises RequestError for what is neither; names are the library's to know."""
+    match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
+    if match is None:
+        raise RequestError(f"provider = {provider!r} is not a name such as cuda, nor one with a GPU's number, such as cuda:1")
+    return match[1], int(match[2] or 0)
+
+
+def check_wheels() -> None:
+    """EngineError where both wheels of ONNX Runtime are installed: they share a folder, and one overwrote the other."""
+    found = {name: version for name in ("onnxruntime", "onnxruntime-gpu") if (version := _version(name)) is not None}
+    if len(found) > 1:
+        raise EngineError(
+            f"{' and '.join(f'{name} {version}' for name, version in found.items())} are both installed, in one folder, where "
+            f"one has overwritten the other. Run `pip uninstall -y {' '.join(found)}`, then "
+            f"`pip install onnxruntime-gpu=={found['onnxruntime-gpu']}`."
+        )
+
+
+def load_libraries() -> None:
+    """Load NVIDIA's libraries out of its wheels, where they are installed, so that a provider's library finds them loaded.
+
+    Those that are not there are the system's to find; the provider says what it misses.
+    """
+    major = _cuda_major()
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    for name in _LIBRARIES:
+        for folder in folders:
+            for path in sorted(folder.glob(f"*/lib/{name.format(major)}")):
+                ctypes.CDLL(str(path))
+
+
+def _cuda_major() -> str:
+    """The major version of CUDA that the installed wheel was built for; * where it does not say."""
+    spec = importlib.util.find_spec("onnxruntime")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        about = Path(folder) / "capi" / "build_and_package_info.py"
+        match = re.search(r"cuda_version = '(\d+)", about.read_text(encoding="utf-8")) if about.is_file() else None
+        if match is not None:
+            return match[1]
+    return "*"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,15 @@
+// Contexts that keep keys and values on a CUDA device, for engines whose passes read and write them there.
+#pragma once
+
+#include <memory>
+
+#include "cuda_api.h"
+#include "engine.h"
+
+namespace dlm {
+
+// A context of the engine, which outlives it and its device. Of a pass, the keys and values lie on the device, all else in host
+// memory; whatever the engine does there is done when its `run` returns.
+std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device, const CacheShape& shape);
+
+}  // namespace dlm

@@ -1,0 +1,419 @@
+"""ONNX Runtime's providers for GPUs without a GPU: over a mock of its library and of CUDA's driver, under sanitizers.
+
+As for TensorRT, the host cannot read "device" memory, and the denoiser behind the mocks is arithmetic over every byte that a
+pass sees: a canvas equals the callback engine's only if all of them reached their places on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from test_native import HAS_MOCKS, run, sanitized, tool  # noqa: F401
+from test_native_tensorrt import LAYERS, MASK, MIXED, TOP_K, VOCABULARY, Drive, drive, write_bundle  # noqa: F401
+
+import dlm_runtime
+from dlm_export.cli import main
+from dlm_runtime import providers
+
+# ruff: noqa: F811
+TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # ONNXTensorElementDataType
+GPU_PROVIDERS = {"cuda": "CUDA", "tensorrt": "TensorRT", "nv_tensorrt_rtx": "TensorRT-RTX"}
+REGISTERED = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider")
+ALL = {"MOCK_ORT_PROVIDERS": ",".join((*REGISTERED, "CPUExecutionProvider"))}
+CUDA = {"engine": "auto", "provider": "cuda"}
+
+needs_mocks = pytest.mark.skipif(not HAS_MOCKS, reason="CUDA's headers are not installed: pip install nvidia-cuda-runtime")
+
+
+def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...] = LAYERS) -> str:
+    """A graph file of the mock's, with three nodes that every provider runs."""
+    lines = ["mock-graph", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
+    lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
+    lines += [f"node mlp_{i} MatMul {' '.join(REGISTERED)}" for i in range(3)]
+    return "\n".join([*lines, *more]) + "\n"
+
+
+def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
+    """A bundle for GPUs without engine files; ``device`` is its graph for them, and the judged one is none."""
+    shown = {name: options[name] for name in ("cache", "layers") if name in options}
+    return write_bundle(folder, {}, graphs=("judged", graph(**shown) if device is None else device), **options)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return bundle_of(tmp_path / "bundle")
+
+
+# ---- The same passes, the same canvases ----
+
+
+@needs_mocks
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"infill": 1, "given": 17},
+        {"given": 0, "new": 40, "block": 16},
+        {"commit": "threshold", "new": 30, "block": 32},
+        {"score": "entropy", "commit": "entropy_bound", "given": 1, "new": 3},
+        {"given": 1, "new": 1},
+        {"refresh": 9, "given": 3, "new": 29, "block": 7},
+        {"refresh": 8, "infill": 1, "given": 17},
+        {"batch": 3, "max_batch": 3},
+        {"batch": 4, "max_batch": 2, "refresh": 8, "infill": 1, "given": 17},
+    ],
+    ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
+)
+def test_canvases_are_those_of_the_callback_engine(bundle: Path, drive: Drive, cache: str, options: dict[str, Any]) -> None:
+    if cache == "none":
+        options = {key: value for key, value in options.items() if key != "refresh"}
+    told = drive(bundle, cache=cache, rounds=3, **CUDA, **options)
+    assert told.opened == ("OK", "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0)")
+    assert told.all_same(), told.rounds
+
+
+@needs_mocks
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "bfloat16"])
+def test_canvases_are_the_same_for_every_cache_type(tmp_path: Path, drive: Drive, cache_dtype: str) -> None:
+    assert drive(bundle_of(tmp_path / "bundle", cache=cache_dtype), cache="dual", rounds=2, **CUDA).all_same()
+
+
+@needs_mocks
+def test_layers_of_other_heads_and_sizes_each_keep_their_own(tmp_path: Path, drive: Drive) -> None:
+    made = bundle_of(tmp_path / "bundle", layers=MIXED)
+    shown = ",".join(f"{kv_heads}x{head_size}" for kv_heads, head_size in MIXED)
+    assert drive(made, layers=shown, cache="dual", refresh=9, infill=1, rounds=3, **CUDA).all_same()
+
+
+@needs_mocks
+@pytest.mark.parametrize("provider", GPU_PROVIDERS)
+def test_every_provider_runs_on_the_device_that_is_asked_for(bundle: Path, drive: Drive, provider: str) -> None:
+    told = drive(bundle, ALL | {"MOCK_CUDA_DEVICES": "3"}, engine="onnxruntime", provider=provider, device=2, cache="dual")
+    assert told.opened == ("OK", f"onnxruntime 1.31.1 ({GPU_PROVIDERS[provider]}, Mock GPU, SM 12.0)")
+    assert told.all_same()
+
+
+@needs_mocks
+def test_sessions_in_threads_get_what_one_gets(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", threads=4, rounds=3, **CUDA)
+    assert len(told.rounds) == 12
+    assert told.all_same(), told.rounds
+
+
+@needs_mocks
+def test_a_bundle_without_a_graph_for_gpus_runs_the_one_it_has(tmp_path: Path, drive: Drive) -> None:
+    made = write_bundle(tmp_path / "bundle", {}, graphs=(graph(), "device"))
+    manifest = json.loads((made / "manifest.json").read_text())
+    del manifest["loop"]["graph"]["device_file"], manifest["loop"]["engines"]
+    (made / "manifest.json").write_text(json.dumps(manifest))
+    assert drive(made, cache="dual", **CUDA).all_same()
+
+
+# ---- What a pass costs ----
+
+
+@needs_mocks
+def test_of_a_pass_nothing_but_candidates_comes_back(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", rounds=2, **CUDA)
+    passes = told.counts[1]["nfe"]
+    for port in ("input_ids", "position_ids", "score_rows", "top_token", "top_prob"):
+        assert told.made(f"{port}_on_host") == passes > 0
+    assert not any(name.startswith(("past", "present", "logits", "entropy")) for name in told.counts[1])
+    assert drive(bundle, logits=9, given=12, **CUDA).made("logits_on_host") == 1
+
+
+@needs_mocks
+def test_kept_rows_are_moved_on_the_device_and_waited_for_once_a_block(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=2, **CUDA)
+    assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
+    assert told.made("cuStreamSynchronize") == 3
+    row_bytes = 2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)  # keys and values in float16
+    assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
+    assert told.made("cuMemAlloc") == 0, "a second request of that length needs no more memory"
+    assert drive(bundle, cache="none", **CUDA).counts[0].get("cuMemAlloc", 0) == 0
+
+
+@needs_mocks
+def test_our_kernels_are_for_the_cpu_alone(tmp_path: Path, drive: Drive) -> None:
+    made = write_bundle(tmp_path / "bundle", {}, graphs=(graph(), graph()))
+    on_cpu = drive(made, {"DLM_CUDA_LIBRARY": "/no/such/library"}, engine="onnxruntime", cache="dual")
+    assert on_cpu.all_same()
+    assert on_cpu.opened[1].startswith("onnxruntime 1.31.1 (CPU")
+    assert on_cpu.counts[0].get("AddCustomOpDomain", 0) == (0 if on_cpu.opened[1].endswith("(CPU)") else 1)
+    assert "AddCustomOpDomain" not in drive(made, cache="dual", **CUDA).counts[0]
+
+
+# ---- What the provider does not run ----
+
+LEFT = [
+    *(f"node unpack_{i} BitShift TensorrtExecutionProvider" for i in range(5)),
+    "node shape_of Shape",
+    "node ours dlm_export:Int4Linear",
+]
+LISTED = "7 of 10 nodes: 5 BitShift (unpack_0, unpack_1, unpack_2, ...), 1 Shape (shape_of), 1 dlm_export.Int4Linear (ours)"
+
+
+@needs_mocks
+def test_nodes_left_to_the_cpu_are_refused_by_name(tmp_path: Path, drive: Drive) -> None:
+    made = bundle_of(tmp_path / "bundle", graph(*LEFT))
+    told = drive(made, **CUDA)
+    assert told.opened[0] == "UNSUPPORTED"
+    assert told.opened[1] == (
+        f"{made}/denoiser.device.onnx: ONNX Runtime's CUDA provider does not run {LISTED}. Build the bundle for "
+        "GPUs, or let the CPU run them (allow_fallback, --allow-fallback)"
+    )
+
+
+@needs_mocks
+def test_with_allow_fallback_they_run_on_the_cpu_and_are_named(tmp_path: Path, drive: Drive) -> None:
+    made = bundle_of(tmp_path / "bundle", graph(*LEFT))
+    told = drive(made, allow_fallback=1, cache="dual", **CUDA)
+    assert told.opened == ("OK", f"onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: {LISTED})")
+    assert told.all_same()
+
+
+@needs_mocks
+def test_what_tensorrt_leaves_behind_goes_to_cuda_first_and_is_named_too(tmp_path: Path, drive: Drive) -> None:
+    made = bundle_of(tmp_path / "bundle", graph("node norm RMSNormalization CUDAExecutionProvider"))
+    told = drive(made, engine="auto", provider="tensorrt")
+    assert told.opened[0] == "UNSUPPORTED"
+    assert "TensorRT provider does not run 1 of 4 nodes: 1 RMSNormalization (norm)" in told.opened[1]
+    told = drive(made, engine="auto", provider="tensorrt", allow_fallback=1, cache="dual")
+    assert told.opened[0] == "OK"
+    assert "not run there: 1 of 4 nodes: 1 RMSNormalization (norm)" in told.opened[1]
+    assert told.all_same()
+
+
+# ---- What is missing ----
+
+
+@needs_mocks
+@pytest.mark.parametrize(
+    ("variables", "sentences"),
+    [
+        (
+            {"MOCK_ORT_PROVIDERS": "AzureExecutionProvider,CPUExecutionProvider"},
+            [
+                "this ONNX Runtime 1.31.1 has no CUDAExecutionProvider, only AzureExecutionProvider, CPUExecutionProvider",
+                "`pip install onnxruntime-gpu`",
+            ],
+        ),
+        ({"MOCK_ORT_VERSION": "1.23.2"}, ['is ONNX Runtime 1.23.2, and 1.24 or newer is needed for provider "cuda"', "-gpu"]),
+        (
+            {"MOCK_ORT_LIBRARIES": "libcublasLt.so.13: cannot open shared object file: No such file or directory"},
+            [
+                "ONNX Runtime's CUDA provider: 1 : FAIL : Failed to load library libonnxruntime_providers_cuda.so with error: "
+                "libcublasLt.so.13: cannot open shared object file: No such file or directory. ",
+                "pip install 'onnxruntime-gpu[cuda,cudnn]'",
+            ],
+        ),
+        ({"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"}, ["cannot load the CUDA driver", "NVIDIA's driver", 'provider "cpu"']),
+        ({"MOCK_CUDA_DEVICES": "0"}, ["sees no device"]),
+    ],
+    ids=["provider", "version", "libraries", "driver", "device"],
+)
+def test_what_a_provider_lacks_is_said_with_what_to_install(
+    bundle: Path, drive: Drive, variables: dict[str, str], sentences: list[str]
+) -> None:
+    status, message = drive(bundle, variables, **CUDA).opened
+    assert status == "ENGINE_MISSING"
+    for sentence in sentences:
+        assert sentence in message
+    assert "second line" not in message
+
+
+@needs_mocks
+def test_a_provider_that_no_wheel_has_asks_for_a_build(bundle: Path, drive: Drive) -> None:
+    status, message = drive(bundle, engine="auto", provider="nv_tensorrt_rtx").opened
+    assert status == "ENGINE_MISSING"
+    assert "has no NvTensorRTRTXExecutionProvider" in message
+    assert "DLM_ONNXRUNTIME" in message
+
+
+@needs_mocks
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        ({"engine": "auto", "provider": "gpu"}, "UNSUPPORTED", "is not one of: cpu, cuda, tensorrt, nv_tensorrt_rtx"),
+        ({"engine": "tensorrt", "provider": "cuda"}, "INVALID_ARGUMENT", 'is for engine "onnxruntime"'),
+        ({**CUDA, "device": 1}, "INVALID_ARGUMENT", "device 1 is not one of the 1 that the CUDA driver sees (0..0)"),
+        ({**CUDA, "device": -1}, "INVALID_ARGUMENT", "device -1 is not one of"),
+        ({"engine": "auto"}, "UNSUPPORTED", 'with a provider such as "cuda"'),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(
+    bundle: Path, drive: Drive, options: dict[str, Any], status: str, sentence: str
+) -> None:
+    opened = drive(bundle, **options).opened
+    assert opened[0] == status
+    assert sentence in opened[1]
+
+
+# ---- Failures while it runs ----
+
+
+@needs_mocks
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("Run:1", "a pass of the denoiser failed: the kernel is bad second line"),
+        ("Run:7", "a pass of the denoiser failed: the kernel is bad"),
+        ("cuMemcpy2DAsync:1", "CUDA: cuMemcpy2DAsync failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+        ("cuStreamSynchronize:2", "CUDA: cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+        ("cuMemGetInfo:1", "CUDA: cuMemGetInfo failed"),
+        ("cuMemAlloc:1", "CUDA: cuMemAlloc of "),
+        ("cuCtxPushCurrent:4", "CUDA: cuCtxPushCurrent failed"),
+    ],
+)
+def test_a_failing_call_ends_the_request_and_the_session_goes_on(bundle: Path, drive: Drive, call: str, sentence: str) -> None:
+    told = drive(bundle, {"MOCK_CUDA_FAIL": call}, cache="dual", rounds=3, **CUDA)
+    failed = [answer for answer in told.rounds if answer[0] != "OK"]
+    assert len(failed) == 1, told.rounds
+    assert failed[0][0] == "ENGINE_FAILED"
+    assert sentence in failed[0][1]
+    assert told.rounds[-1] == ("OK", "same")
+
+
+@needs_mocks
+def test_a_session_without_a_stream_is_no_session(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, {"MOCK_CUDA_FAIL": "cuStreamCreate:1"}, **CUDA)
+    assert told.rounds == [("ENGINE_FAILED", "CUDA: cuStreamCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)")]
+
+
+@needs_mocks
+def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive: Drive) -> None:
+    ((status, message),) = drive(bundle_of(tmp_path / "bundle", graph("nan")), **CUDA).rounds
+    assert (status, "not finite" in message) == ("ENGINE_FAILED", True)
+
+
+@needs_mocks
+def test_a_cache_that_does_not_fit_says_which_canvas_would(bundle: Path, drive: Drive) -> None:
+    # Two layers of 3 heads of 4 in float16 are 192 bytes a token, past and present; all parts are rounded up by 2 KiB at most.
+    room = {"MOCK_CUDA_BYTES": str(4096)}
+    told = drive(bundle, room, cache="dual", given=5, new=24, rounds=2, **CUDA)
+    for status, message in told.rounds:
+        assert status == "OUT_OF_MEMORY"
+        assert message.startswith("the keys and values of 1 canvas of 29 tokens take 1 MiB of the device")
+        assert "one of 10 tokens would fit" in message
+    assert drive(bundle, room, cache="dual", given=2, new=8, **CUDA).all_same()
+    told = drive(bundle, room, cache="dual", given=2, new=8, batch=4, max_batch=4, **CUDA)
+    assert "of 4 canvases of 10 tokens" in told.rounds[0][1]
+    assert "as many of 2 tokens would fit, or fewer at once (max_batch)" in told.rounds[0][1]
+
+
+@needs_mocks
+def test_a_full_device_is_told_from_other_failures(bundle: Path, drive: Drive) -> None:
+    told = drive(bundle, {"MOCK_ORT_FULL": "Run:3"}, cache="dual", rounds=2, **CUDA)
+    status, message = told.rounds[0]
+    assert status == "OUT_OF_MEMORY"
+    assert "a pass of 1 x 8 tokens over 21 cached ones that scores " in message
+    assert "needs more memory than the device has left, 1023 of 1024 MiB" in message
+    assert "Failed to allocate memory for requested buffer of size 99" in message
+    assert told.rounds[1] == ("OK", "same")
+    opened = drive(bundle, {"MOCK_ORT_FULL": "CreateSession:1"}, **CUDA).opened
+    assert opened[0] == "OUT_OF_MEMORY"
+    assert "the graph with its weights needs more memory than the device has left" in opened[1]
+
+
+# ---- From Python ----
+
+
+def test_a_provider_may_have_a_device_behind_it() -> None:
+    assert (providers.parse("cuda"), providers.parse("cuda:3")) == (("cuda", 0), ("cuda", 3))
+    for wrong in ("cuda:", "cuda:x", ":1", "", "cuda:12345", None):
+        with pytest.raises(dlm_runtime.RequestError, match="is not a name such as cuda"):
+            providers.parse(wrong)  # type: ignore[arg-type]
+
+
+def test_both_wheels_at_once_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    versions = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.delenv("DLM_ONNXRUNTIME", raising=False)
+    with pytest.raises(dlm_runtime.EngineError) as caught:
+        dlm_runtime.open(tmp_path, provider="cuda")
+    assert "onnxruntime 1.31.1 and onnxruntime-gpu 1.31.0 are both installed" in str(caught.value)
+    assert "`pip uninstall -y onnxruntime onnxruntime-gpu`, then `pip install onnxruntime-gpu==1.31.0`" in str(caught.value)
+    del versions["onnxruntime"]
+    with pytest.raises(dlm_runtime.BundleError):  # what is wrong now is the folder
+        dlm_runtime.open(tmp_path, provider="cuda")
+
+
+def test_the_library_that_is_installed_here_says_what_it_lacks(llada_bundle: Path) -> None:
+    with pytest.raises(dlm_runtime.EngineError, match=r"has no CUDAExecutionProvider, only .*CPUExecutionProvider"):
+        dlm_runtime.open(llada_bundle, provider="cuda")
+    with pytest.raises(dlm_runtime.RequestError, match="is not one of: cpu, cuda"):
+        dlm_runtime.open(llada_bundle, provider="rocm")
+
+
+def test_libraries_in_nvidias_wheels_are_loaded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    loaded: list[str] = []
+    for name in ("libcublas.so.13", "libcudart.so.13", "libcublas.so.12", "libcublasLt.so.13"):
+        path = site / "nvidia" / "cu13" / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    about = site / "onnxruntime" / "capi" / "build_and_package_info.py"
+    about.parent.mkdir(parents=True)
+    (about.parent.parent / "__init__.py").touch()
+    about.write_text("package_name = 'onnxruntime-gpu'\ncuda_version = '13.0'\n")
+    monkeypatch.setattr(sys, "path", [str(site)])
+    for name in ("nvidia", "onnxruntime"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
+    providers.load_libraries()
+    assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
+
+
+# ---- From the command line ----
+
+
+@pytest.mark.parametrize("command", [["run", "BUNDLE", "--tokens", "1,2"], ["bench", "BUNDLE"]])
+def test_commands_that_take_an_engine_take_a_provider(llada_bundle: Path, command: list[str]) -> None:
+    words = [str(llada_bundle) if word == "BUNDLE" else word for word in command]
+    wrong = CliRunner().invoke(main, [*words, "--provider", "gpu"])
+    assert wrong.exit_code == 2
+    assert "is not one of cpu, cuda, tensorrt, nv_tensorrt_rtx" in wrong.output
+    missing = CliRunner().invoke(main, [*words, "--provider", "cuda:0"])
+    assert missing.exit_code == 1
+    assert "has no CUDAExecutionProvider" in missing.output
+
+
+PROGRAM = """
+import sys
+import dlm_runtime
+with dlm_runtime.open(sys.argv[1], provider="cuda", allow_fallback=True) as bundle:
+    print(bundle.engine)
+    print(bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, block_length=4, cache="dual").tokens)
+"""
+
+
+@needs_mocks
+def test_python_generates_on_a_provider(tmp_path: Path, sanitized: Path) -> None:
+    done = run(
+        sys.executable,
+        "-c",
+        PROGRAM,
+        bundle_of(tmp_path / "bundle", graph("node shape_of Shape")),
+        DLM_RUNTIME_LIBRARY=str(sanitized / "libdlm_runtime.so"),
+        DLM_CUDA_LIBRARY=str(sanitized / "libmock_cuda.so"),
+        DLM_ONNXRUNTIME=str(sanitized / "libmock_onnxruntime.so"),
+        LD_PRELOAD=run(tool("gcc"), "-print-file-name=libasan.so").stdout.strip(),
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+    assert done.returncode == 0, done.stderr
+    engine, tokens = done.stdout.splitlines()
+    assert engine == "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: 1 of 4 nodes: 1 Shape (shape_of))"
+    assert len(json.loads(tokens)) == 11
