@@ -16,7 +16,7 @@ import pytest
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
 # From the ground up: what a room or a module of the root imports stands in its own line or above it.
 ROOMS = (
-    {"memory", "opening", "outputs", "progress", "signals", "targets", "workplace"},
+    {"memory", "opening", "outputs", "processors", "progress", "signals", "targets", "workplace"},
     {"network"},
     {"bundle"},
     {"checkpoints"},

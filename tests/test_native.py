@@ -35,6 +35,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_pass": _native.Pass,
     "dlm_policy": _native.Policy,
     "dlm_policy_field": _native.PolicyField,
+    "dlm_kernel_set": _native.KernelSet,
     "dlm_open_options": _native.OpenOptions,
     "dlm_request": _native.Request,
     "dlm_step": _native.Step,
@@ -273,6 +274,7 @@ def test_ctypes_table_covers_every_function_of_the_header() -> None:
         "uint32_t": ctypes.c_uint32,
         "const char *": ctypes.c_char_p,
         "const dlm_policy_field *": ctypes.POINTER(_native.PolicyField),
+        "const dlm_kernel_set *": ctypes.POINTER(_native.KernelSet),
         "const uint8_t *": ctypes.POINTER(ctypes.c_uint8),
         "void": None,
     }

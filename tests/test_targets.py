@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe
 from dlm_export import targets
 from dlm_export.cli import main
+from dlm_export.processors import KERNEL_SETS
 from dlm_export.targets import TargetError, find, find_all, recipe_for
+from dlm_runtime import _native
 
 GPUS = [name for name in targets.TARGETS if name != "cpu"]
 
@@ -347,3 +349,37 @@ def test_the_command_tells_machines_everything() -> None:
     assert "nvfp4" in rtx["precisions"]
     assert all(isinstance(target["engine_here"], bool) and target["engine_how"] for target in told["targets"])
     assert {"processor", "cores", "memory_bytes", "gpu_sm", "onnxruntime"} <= set(told["this_machine"])
+
+
+# ---- Kernels ----
+
+
+def test_the_command_says_what_cpus_compute_by_and_why_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"amx-int8": "the processor has no amx-tile", "avx512-vnni": None, "avx-vnni": None, "avx2": None}
+    monkeypatch.setattr(_native, "kernel_sets", lambda: here)
+    lines = [line.rstrip() for line in CliRunner().invoke(main, ["targets"]).stdout.splitlines()]
+    shown = lines[lines.index("Kernels of CPUs") + 1 :]
+    rows = {line.split()[0]: " ".join(line.split()) for line in shown[1 : 1 + len(KERNEL_SETS)]}
+    assert rows["amx-int8"] == "amx-int8 AMX AVX-512 Sapphire Rapids and later no"
+    assert rows["avx-vnni"] == "avx-vnni AVX-VNNI AVX2 Alder Lake, Zen 5 and later yes"
+    assert max(map(len, shown)) <= 80
+    assert shown[1 + len(KERNEL_SETS) :] == [
+        "No amx-int8 here: the processor has no amx-tile",
+        "No neon-dotprod here: it is for another architecture",
+    ]
+    told = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)["kernels"]
+    assert told[0]["instructions"] == {
+        "int8": "AMX",
+        "int4": "AMX",
+        "nvfp4": "AVX-512",
+        "attention": "AVX-512",
+        "candidates": "AVX-512",
+    }
+    assert {known["name"]: known["refusal"] for known in told} == {**here, "neon-dotprod": "it is for another architecture"}
+
+
+def test_every_set_of_native_kernels_is_described_in_its_order() -> None:
+    described = [known.name for known in KERNEL_SETS]
+    native = list(_native.kernel_sets())
+    assert native
+    assert [name for name in described if name in native] == native

@@ -128,6 +128,10 @@ class GenerateOptions(C.Structure):
     ]
 
 
+class KernelSet(C.Structure):
+    _fields_ = [("name", C.c_char_p), ("refusal", C.c_char_p)]
+
+
 class Stats(C.Structure):
     _fields_ = [
         ("nfe", C.c_int32),
@@ -165,6 +169,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_open_options_init_sized": (None, [C.POINTER(OpenOptions), C.c_size_t]),
     "dlm_generate_options_init": (None, [C.POINTER(GenerateOptions)]),
     "dlm_generate_options_init_sized": (None, [C.POINTER(GenerateOptions), C.c_size_t]),
+    "dlm_kernel_set_at": (C.POINTER(KernelSet), [C.c_size_t]),
     "dlm_bundle_open": (C.c_int32, [C.c_char_p, C.POINTER(OpenOptions), *_message, _out]),
     "dlm_bundle_from_callback": (C.c_int32, [C.POINTER(Denoiser), PassFn, C.c_void_p, *_message, _out]),
     "dlm_bundle_destroy": (None, [C.c_void_p]),
@@ -263,6 +268,15 @@ def policy_fields() -> list[PolicyField]:
     found: list[PolicyField] = []
     while field := library().dlm_policy_field_at(len(found)):
         found.append(field.contents)
+    return found
+
+
+def kernel_sets() -> dict[str, str | None]:
+    """Every set of kernels for this architecture, fastest first, and why it does not run here; None: it does."""
+    found: dict[str, str | None] = {}
+    while there := library().dlm_kernel_set_at(len(found)):
+        refusal = there.contents.refusal
+        found[there.contents.name.decode()] = None if refusal is None else refusal.decode()
     return found
 
 

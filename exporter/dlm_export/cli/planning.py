@@ -117,21 +117,23 @@ def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
 @click.command()
 @json_option
 def targets(as_json: bool) -> None:
-    """List the devices that bundles can be built for.
+    """List the devices that bundles can be built for, and the kernels that CPUs run them by.
 
     Example: dlm-export targets --json
     """
+    from dlm_export.processors import list_kernels
     from dlm_export.targets import GENERIC, TARGETS, engine_here, this_machine
 
     here = {name: engine_here(target) for name, target in TARGETS.items()}
-    machine = this_machine()
+    machine, kernels = this_machine(), list_kernels()
     if as_json:
         listed = [
             target.as_dict() | {"engine_here": here[name][0], "engine_how": here[name][1]} for name, target in TARGETS.items()
         ]
-        print_json({"targets": listed, "generic": list(GENERIC), "this_machine": machine})
+        print_json({"targets": listed, "generic": list(GENERIC), "kernels": kernels, "this_machine": machine})
         return
     print_targets(list(TARGETS.values()), list(GENERIC), here, machine)
+    print_kernel_sets(kernels)
 
 
 def print_targets(
@@ -174,6 +176,24 @@ def print_targets(
     gpu = "no GPU" if machine["gpu_sm"] is None else f"a GPU of SM {sm_text(machine['gpu_sm'])}"
     memory = format_bytes(machine["memory_bytes"])
     click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {memory}, {gpu}, {engine}")
+
+
+def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
+    """What CPUs compute by (``processors.list_kernels``) in 80 columns, and why not here."""
+    rows = [
+        [
+            known["name"],
+            known["instructions"]["int8"],
+            known["instructions"]["nvfp4"],
+            known["processors"],
+            "yes" if known["refusal"] is None else "no",
+        ]
+        for known in kernels
+    ]
+    print_table("Kernels of CPUs", ["kernels", "int8, int4", "the rest", "processors", "here"], rows)
+    for known in kernels:
+        if known["refusal"] is not None:
+            click.echo(f"No {known['name']} here: {known['refusal']}")
 
 
 def print_plan(plan: Plan) -> None:

@@ -169,6 +169,13 @@ DLM_API void dlm_open_options_init_sized(dlm_open_options *options, size_t struc
  * "avx2" or "neon-dotprod" that the processor has. $DLM_KERNELS names others that it has, or "none"; any other name is refused.
  * dlm_bundle_engine tells which they are. "amx-int8" asks the system for the process's use of AMX's registers when kernels are
  * first looked for: signal frames of threads that use them grow by 8 KiB. */
+typedef struct dlm_kernel_set {
+  const char *name;
+  const char *refusal; /* why they do not run here; NULL: they do */
+} dlm_kernel_set;
+
+/* All that there are for this architecture, fastest first, counted from 0; NULL behind the last. Static. */
+DLM_API const dlm_kernel_set *dlm_kernel_set_at(size_t index);
 
 /* ONNX Runtime's official builds store a device id and send telemetry, unless $ORT_DISABLE_TELEMETRY is 1 before they start.
  * Opening with engine "onnxruntime" sets it to 1 where it is not set. A program whose other threads read the environment at that

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <new>
 #include <string>
 
 #include "error.h"
@@ -94,3 +95,15 @@ const Kernels* find_kernels() {
 }
 
 }  // namespace dlm
+
+extern "C" DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index) try {
+  static const std::vector<dlm_kernel_set> told = [] {
+    std::vector<dlm_kernel_set> sets;
+    for (const dlm::KernelSet& set : dlm::list_kernel_sets())
+      sets.push_back({set.name, set.refusal.empty() ? nullptr : set.refusal.c_str()});
+    return sets;
+  }();
+  return index < told.size() ? &told[index] : nullptr;
+} catch (const std::bad_alloc&) {
+  return nullptr;
+}

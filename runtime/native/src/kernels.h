@@ -1,6 +1,6 @@
 // The arithmetic of a pass that ONNX Runtime's own kernels are slow at, or hold far more memory for than the weights take: INT8,
 // INT4 and NVFP4 linear layers, attention over a cache, and the candidates of a row. One implementation (kernels_body.h) over the
-// vector instructions of each processor.
+// vector instructions of each processor, and one of linear layers over matrix registers (kernels_matrix.h).
 //
 // Every kernel computes what the function of the same name in the exporter's functions.py says in ONNX operators. Quantised
 // values are equal to the bit; sums of floats are taken in another order, and exponentials are within 2e-7.

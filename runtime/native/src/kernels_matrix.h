@@ -14,16 +14,21 @@ constexpr int64_t kSliceRows = 8;         // that are quantised together: one ti
 constexpr int64_t kMatrixTogether = 8;    // tiles that a panel goes by in a task
 constexpr int64_t kUnpackedInputs = 256;  // whose INT4 weights are unpacked at a time: 8 KiB, which stay in the nearest cache
 
-// Up to here vectors multiply: they take 16 cycles a row for the 2 KiB of weights that a core gets from memory in 256 or more
-// (24 GB/s at 3 GHz; a core's share is less), and no register is filled up with rows that are not there.
+// Up to here vectors multiply: 16 cycles a row for 2048 weights are 256 at most, in which a core gets no more of them from memory
+// (at 3 GHz that were 24 GB/s, in INT4 12; its share is less). Registers would be filled up with rows that are not there.
 constexpr int64_t kFewRows = 16;
 
 // Codes of rows are signed bytes and weights unsigned ones in both formats. A product takes kStep inputs.
-template <int32_t kOffset, int64_t kInputs>
-struct MatrixCodes : simd::Bytes {
-  static constexpr int32_t kWeightOffset = kOffset;
+struct MatrixInt8 : simd::Bytes {
+  static constexpr bool kIsInt4 = false;
+  static constexpr int32_t kWeightOffset = 128;
+  static constexpr int64_t kStep = 64;
+};
+template <int64_t kInputs>
+struct MatrixInt4 : simd::Bytes {
+  static constexpr bool kIsInt4 = true;
+  static constexpr int32_t kWeightOffset = 8;
   static constexpr int64_t kStep = kInputs;
-  static constexpr bool kIsPacked = kOffset == 8;
 };
 
 // What is fetched meanwhile, so many lines with every product.
@@ -115,7 +120,7 @@ struct MatrixProduct {
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     alignas(64) float results[2][kTogether * kMatrixRows * kPanel];
     for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i) {
-      if constexpr (Codes::kIsPacked)
+      if constexpr (Codes::kIsInt4)
         multiply_int4(layer.weights[weight + i], number, first, last, results[i]);
       else
         multiply_int8(layer.weights[weight + i], number, first, last, results[i]);
@@ -222,11 +227,11 @@ void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& paral
   if (layer.rows <= kFewRows || size > kUnpackedInputs || size % 32 != 0)
     linear(layer, scratch, parallel);
   else if (size == 0)
-    multiply_by_matrices<MatrixCodes<128, 64>>(layer, layer.inputs, scratch, parallel);
+    multiply_by_matrices<MatrixInt8>(layer, layer.inputs, scratch, parallel);
   else if (size % 64 == 0)
-    multiply_by_matrices<MatrixCodes<8, 64>>(layer, size, scratch, parallel);
+    multiply_by_matrices<MatrixInt4<64>>(layer, size, scratch, parallel);
   else
-    multiply_by_matrices<MatrixCodes<8, 32>>(layer, size, scratch, parallel);
+    multiply_by_matrices<MatrixInt4<32>>(layer, size, scratch, parallel);
 }
 
 }  // namespace
