@@ -166,8 +166,8 @@ def test_nodes_left_to_the_cpu_are_refused_by_name(tmp_path: Path, drive: Drive)
     told = drive(made, **CUDA)
     assert told.opened[0] == "UNSUPPORTED"
     assert told.opened[1] == (
-        f"{made}/denoiser.device.onnx: ONNX Runtime's CUDA provider does not run {LISTED}. Build the bundle for "
-        "GPUs, or let the CPU run them (allow_fallback, --allow-fallback)"
+        f"{made}/denoiser.device.onnx: ONNX Runtime's CUDA provider does not run {LISTED}. Build the bundle with "
+        "--target cuda, or let the CPU run them (allow_fallback, --allow-fallback)"
     )
 
 

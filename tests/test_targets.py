@@ -18,7 +18,7 @@ from dlm_export.processors import KERNEL_SETS
 from dlm_export.targets import TargetError, find, find_all, recipe_for
 from dlm_runtime import _native
 
-GPUS = [name for name in targets.TARGETS if name != "cpu"]
+GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 
 # ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, whether TensorRT-RTX builds it ahead of time.
 DEVICES = {
@@ -77,7 +77,7 @@ def test_a_device_runs_what_the_table_of_its_sm_says(name: str) -> None:
     assert set(target.auto) <= set(target.formats) <= set(FORMATS)
 
 
-@pytest.mark.parametrize("name", [*GPUS, "cpu", "sm75", "sm120"])
+@pytest.mark.parametrize("name", [*GPUS, "cpu", "cuda", "sm75", "sm120"])
 def test_every_listed_precision_is_taken_and_every_other_recipe_refused(name: str) -> None:
     target = find(name)
     for precision in target.precisions:
@@ -176,7 +176,7 @@ def test_any_gpu_goes_by_its_sm(sm: int) -> None:
 @pytest.mark.parametrize("name", ["rtx9090", "sm70", "sm", "SM89", ""])
 def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(
-        TargetError, match=r"one of cpu, orin-nano, .*, gb10, or by compute capability sm75, .*, sm121$"
+        TargetError, match=r"one of cpu, cuda, orin-nano, .*, gb10, or by compute capability sm75, .*, sm121$"
     ) as caught:
         find(name)
     assert caught.value.exit_code == 2
@@ -185,7 +185,7 @@ def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["cpu", "rtx5090"], "targets cpu, rtx5090: a bundle is for cpu or for GPUs; build two"),
+        (["cpu", "rtx5090"], "targets cpu, rtx5090: a bundle is for cpu, for cuda, or for GPUs by name; build two"),
         (["l4", "thor", "l4"], "target l4 is given more than once"),
         (["sm89", "sm89"], "target sm89 is given more than once"),
         (["l4", "card"], "unknown target 'card'"),
@@ -327,8 +327,8 @@ def test_the_command_lists_all_devices_in_80_columns(monkeypatch: pytest.MonkeyP
     result = CliRunner().invoke(main, ["targets"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    rows = {line.split()[0]: line.rstrip() for line in lines[1 : 3 + len(GPUS)]}
-    assert list(rows) == ["target", "cpu", *GPUS]
+    rows = {line.split()[0]: line.rstrip() for line in lines[1 : 4 + len(GPUS)]}
+    assert list(rows) == ["target", "cpu", "cuda", *GPUS]
     assert max(len(row) for row in rows.values()) <= 80
     assert " ".join(rows["rtx-pro-6000"].split()) == "rtx-pro-6000 12.0 96 1792 fp16 bf16 int8 int4 fp8 nvfp4 rtx yes"
     assert " ".join(rows["orin-nx"].split()) == "orin-nx 8.7 16 102.4 fp16 bf16 int8 int4 tensorrt no"
@@ -339,7 +339,7 @@ def test_the_command_lists_all_devices_in_80_columns(monkeypatch: pytest.MonkeyP
 
 def test_the_command_tells_machines_everything() -> None:
     told = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)
-    assert [target["name"] for target in told["targets"]] == ["cpu", *GPUS]
+    assert [target["name"] for target in told["targets"]] == ["cpu", "cuda", *GPUS]
     assert told["generic"] == ["sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"]
     listed = {target["name"]: target for target in told["targets"]}
     rtx = listed["rtx5090"]

@@ -205,7 +205,7 @@ def _report(
             option="--calib", has_ranges=bool(quantised.numbers.amax), is_judged=is_judged
         )
     warnings += [f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings]
-    elsewhere = [target for target in request.targets if request.on_gpu and target.name not in request.builders]
+    elsewhere = [target for target in request.targets if target.engine_kinds and target.name not in request.builders]
     return BuildReport(
         output=output,
         network=job.source.network,

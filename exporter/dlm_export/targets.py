@@ -44,6 +44,11 @@ NOT_IN_TENSORRT = {
     "int4-g32": "groups of 32 weights are untried in TensorRT",
 }
 
+# What the CUDA provider has kernels for, by docs/OperatorKernels.md of ONNX Runtime and by libonnxruntime_providers_cuda.so of
+# onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is written in, at opset 23 (graph/cuda.py). DequantizeLinear and
+# QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing, MatMulInteger takes signed bytes alone.
+NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for what its graph is written in"
+
 # What TensorRT-RTX builds for without a GPU: its ComputeCapability enumeration, 1.7.
 RTX_SM = (75, 80, 86, 89, 120, 121)
 RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")  # NVIDIA's whole package, or its bindings alone
@@ -80,7 +85,8 @@ class Target:
     recipe that a name of ``--precision`` means here, where that is not the recipe so called. ``note``: what a user should know.
     ``sm`` is the compute capability (89 is 8.9), None for a CPU. ``memory_is_shared``: the host's programs take their part of
     ``memory_bytes``. ``rates`` are peak operations a second of the tensor cores, by fp16, int8, int4, fp8, nvfp4, with fp32
-    accumulation where the vendor tells them apart; ``derived``: how those of them follow that no source prints.
+    accumulation where the vendor tells them apart; ``derived``: how those of them follow that no source prints. ``provider``:
+    who runs the graph where ``engine`` is "onnxruntime".
     ``engine_kinds``: "rtx" is TensorRT-RTX, ahead of time and without a GPU; "tensorrt" is standard TensorRT on the device.
     ``tensorrt`` and ``jetpack`` say which versions.
     """
@@ -101,6 +107,7 @@ class Target:
     derived: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     engine_kinds: tuple[str, ...] = ()
+    provider: str = "cpu"
     tensorrt: str | None = None
     jetpack: str | None = None
 
@@ -109,7 +116,12 @@ class Target:
         """Everything that ``--precision`` takes for it, recipe files apart."""
         meant = {name: recipes.RECIPES[self.aliases.get(name, name)] for name in recipes.RECIPES}
         names = [name for name, recipe in meant.items() if not self.missing(_formats(recipe))]
-        return (*self.full_precisions, *names, AUTO, STORED)
+        return (*self.full_precisions, *names, *((AUTO, STORED) if self.formats else ()))
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its bundles hold a form of the graph for GPUs."""
+        return self.sm is not None or self.provider != "cpu"
 
     @property
     def needs_plain_graph(self) -> bool:
@@ -134,7 +146,7 @@ class Target:
     def why_not(self, name: str) -> str | None:
         """The rule that keeps a format or full precision from running here; None where no rule does."""
         if self.sm is None:
-            return None
+            return NOT_ON_CUDA if self.provider == "cuda" and name != "fp32" else None
         number = _number(name)
         if self.sm < LEAST_SM.get(number, 0):
             return f"{number.upper()} needs SM {sm_text(LEAST_SM[number])} or later; {self.name} is SM {sm_text(self.sm)}"
@@ -223,6 +235,17 @@ _TARGETS = (
         ("int4-g32-dynamic", "int8-dynamic"),
         "int8 and int4 are fastest, int4 smallest; fp16 saves disk; fp8 and nvfp4 are simulated: exact values, fp32 speed",
         aliases=CPU_ALIASES,
+    ),
+    Target(
+        "cuda",
+        "any NVIDIA GPU, through ONNX Runtime's CUDA provider",
+        "onnxruntime",
+        GPU_FULL_PRECISIONS,
+        (),
+        (),
+        "runs with --provider cuda (onnxruntime-gpu), no engine is built; bf16 needs SM 8.0 or later",
+        provider="cuda",
+        sources=("https://github.com/microsoft/onnxruntime/blob/main/docs/OperatorKernels.md",),
     ),
     _gpu(
         "orin-nano",
@@ -385,8 +408,8 @@ def find_all(names: Sequence[str]) -> list[Target]:
     found = [find(name) for name in names]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise TargetError(f"target {', '.join(twice)} is given more than once: name each once")
-    if len({target.engine for target in found}) > 1:
-        raise TargetError(f"targets {', '.join(names)}: a bundle is for cpu or for GPUs; build two")
+    if len({(target.engine, target.provider) for target in found}) > 1:
+        raise TargetError(f"targets {', '.join(names)}: a bundle is for cpu, for cuda, or for GPUs by name; build two")
     if len({target.needs_plain_graph for target in found}) > 1:
         raise TargetError(
             f"targets {', '.join(names)}: Orin's TensorRT takes a graph of elementary operators, the others a faster one; "
@@ -401,6 +424,9 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
     Raises TargetError: which target does not run it, why, and what all of them do; RecipeError.
     """
     if precision in (AUTO, STORED):
+        for target in targets:
+            if not target.formats:
+                raise _refusal(targets, target, repr(precision), [precision])
         return None
     if precision not in recipes.RECIPES and not precision.endswith(".toml"):
         for target in targets:
@@ -434,6 +460,8 @@ def _refusal(targets: Sequence[Target], target: Target, what: str, lacking: Sequ
 def engine_here(target: Target) -> tuple[bool, str]:
     """Whether this machine can build the target's engine now, and in a sentence by what, or how else. Imports neither."""
     if target.sm is None:
+        if target.provider == "cuda":
+            return True, "nothing is built: onnxruntime-gpu runs the graph on the device (--provider cuda)"
         if find_spec("onnxruntime"):
             return True, "ONNX Runtime runs the graph as it is, nothing is built"
         return False, "ONNX Runtime is missing: pip install onnxruntime"

@@ -38,7 +38,7 @@ class Request:
 
     @property
     def on_gpu(self) -> bool:
-        return self.targets[0].sm is not None
+        return self.targets[0].is_gpu
 
     @property
     def is_plain(self) -> bool:
@@ -85,7 +85,7 @@ def check_request(options: BuildOptions) -> Request:
     source.
     """
     devices = targets.find_all(options.targets)
-    on_gpu = devices[0].sm is not None
+    on_gpu = devices[0].is_gpu
     recipe = targets.recipe_for(devices, options.precision)
     if recipe is not None and options.quantise.recipe_changes:
         recipe = replace(recipe, **options.quantise.recipe_changes)
@@ -102,7 +102,7 @@ def check_request(options: BuildOptions) -> Request:
     found = {}
     if on_gpu and options.engine is not None:
         for target in devices:
-            builder = builders.find_builder(target, options.engine)
+            builder = builders.find_builder(target, options.engine) if target.engine_kinds else None
             if builder is not None:
                 found[target.name] = builder
     if options.resume is not None and recipe is None:

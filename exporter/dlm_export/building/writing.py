@@ -16,7 +16,7 @@ from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import later
-from dlm_export.graph import functions, fuse, quantise, trace, widen, write
+from dlm_export.graph import cuda, functions, fuse, quantise, trace, widen, write
 from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.progress import Stages
@@ -87,6 +87,8 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
                 is_shared=device is not None,
             )
         read = _quantised_reader(numbers, parts)
+    if device is not None and request.targets[0].provider == "cuda":
+        cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
     fused = None if request.on_gpu else fuse.fuse(traced)

@@ -304,8 +304,9 @@ def check_build_options(values: dict[str, Any]) -> None:
         if not recipe.needs_states(dict(recipe.layers)):
             refuse(values, ("calib",), f"has no effect: {precision} needs no data, and --no-verify skips judging")
     if devices[0].sm is None:
-        refuse(values, _ENGINE_ONLY, f"is for GPUs; --target is {values['target']}")
-    else:
+        what = "engines" if devices[0].is_gpu else "GPUs"
+        refuse(values, _ENGINE_ONLY, f"is for {what}; --target is {values['target']}")
+    if devices[0].is_gpu:
         refuse(values, ("tune",), f"times this processor; --target is {values['target']}")
 
 

@@ -2,7 +2,7 @@
 
 ``trace`` makes one graph for every pass of a denoiser, of which ``repeat`` makes all layers of a kind out of one, ``quantise``
 replaces layers' operands, ``fuse`` puts operators of ours (``functions``) in, ``widen`` gives bf16 graphs arithmetic that a CPU
-has, and ``write`` streams the weights behind it.
+has, ``cuda`` knows what ONNX Runtime runs on a GPU, and ``write`` streams the weights behind it.
 Importing the room itself imports neither torch nor onnx: what is here, a board that builds its own engine reads too.
 
 Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens, ``R`` scored rows, ``K``
@@ -29,6 +29,6 @@ PLAIN_OPSET = 21  # of graphs in elementary operators, which every TensorRT 10 p
 TOP_K = 2  # confidence needs the best candidate, margin the best two
 LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
-DEVICE_FILE = "device.onnx"  # the same graph in the form that TensorRT's parser takes, over the same data
+DEVICE_FILE = "device.onnx"  # the same graph in the form that GPUs take, over the same data
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Full precisions -> bytes of an element of parameters, activations and cache."""

@@ -382,7 +382,11 @@ def find_targets(text: str) -> list[Target]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
         raise PlanError(f"no target: name at least one of {', '.join(TARGETS)}, or {ALL}")
-    return list(TARGETS.values()) if names == [ALL] else [find(name) for name in dict.fromkeys(names)]
+    known = [target for target in TARGETS.values() if target.provider == "cpu"]
+    found = known if names == [ALL] else [find(name) for name in dict.fromkeys(names)]
+    if any_gpu := [target.name for target in found if target not in known and target.sm is None]:
+        raise PlanError(f"target {any_gpu[0]} is any GPU, of which nothing is known: name the device")
+    return found
 
 
 def make_plan(

@@ -228,14 +228,15 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// "targets" is the exporter's to check: where it names no device, neither does the command.
-std::string engine_command(const json::Value& root, const std::string& folder) {
+// What makes a bundle for GPUs run there. "targets" is the exporter's to check: where it names no device, neither does the command.
+std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
   const bool is_list = targets != nullptr && targets->kind() == Kind::array && !targets->elements().empty();
   const json::Value* const first = is_list ? &targets->elements()[0] : nullptr;
   const bool is_name = first != nullptr && first->kind() == Kind::string && is_target_name(first->string());
-  return "dlm-export engine " + folder + " --target " + (is_name ? first->string() : "TARGET");
+  if (is_name && first->string() == "cuda") return "Open it with provider \"cuda\"";
+  return "Build one: dlm-export engine " + folder + " --target " + (is_name ? first->string() : "TARGET");
 }
 
 // One of the bundle's engines. `is_run`: an engine is to be run, so what the entry rests on is compared too.
@@ -329,7 +330,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   const json::Value& graph = loop.object("graph");
   manifest.graph = read_graph(graph, files, folder, manifest.denoiser);
   manifest.is_for_gpus = graph.find("device_file") != nullptr;
-  if (manifest.is_for_gpus) manifest.engine_command = engine_command(*root, folder);
+  if (manifest.is_for_gpus) manifest.device_advice = device_advice(*root, folder);
   const json::Value& presets = loop.object("presets");
   for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
   manifest.default_preset = loop.string("default_preset");

@@ -26,7 +26,7 @@ struct Manifest {
   GraphSpec graph;
   std::vector<EngineSpec> engines;  // in the manifest's order
   bool is_for_gpus = false;         // built for them, though it may hold no engine yet
-  std::string engine_command;       // what builds its first engine, for messages; empty if it is not for GPUs
+  std::string device_advice;        // what makes it run on a GPU, for messages; empty if it is not for GPUs
   std::string default_preset;
   std::vector<std::pair<std::string, dlm_policy>> presets;  // strings are static
   std::vector<FileHash> unhashed;                           // large files, still to be compared by check_hash

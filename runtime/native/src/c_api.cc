@@ -172,7 +172,7 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const En
   if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
     if (manifest.engines.empty())
       dlm::fail(DLM_UNSUPPORTED, "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the CPU, or with a provider such as \"cuda\"",
-                manifest.is_for_gpus ? ("Build one: " + manifest.engine_command).c_str() : "Build it with --target for GPUs");
+                manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
     return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
   }
   return dlm::open_onnxruntime(manifest.graph, library, threads, choice.provider);

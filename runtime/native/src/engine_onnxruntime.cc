@@ -302,7 +302,7 @@ class OnnxRuntime final : public HostEngine {
     if (!provider.allow_fallback && (is_refused || !left_.empty()))
       throw Error(DLM_UNSUPPORTED, path_ + ": ONNX Runtime's " + provider_->label + " provider does not run " +
                                        (left_.empty() ? "all nodes" : left_) +
-                                       ". Build the bundle for GPUs, or let the CPU run them (allow_fallback, "
+                                       ". Build the bundle with --target cuda, or let the CPU run them (allow_fallback, "
                                        "--allow-fallback)");
   }
 

@@ -1,0 +1,52 @@
+"""What ONNX Runtime's CUDA provider runs, of what device graphs are written in.
+
+By ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in ``libonnxruntime_providers_cuda.so`` of
+onnxruntime-gpu 1.31.1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dlm_export.graph.trace import Graph
+from dlm_export.targets import TargetError
+
+# Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and Log have none for bf16, and
+# are of fp32 in every graph.
+KERNELS = frozenset(
+    [
+        "Add",
+        "Attention",
+        "Cast",
+        "Concat",
+        "Constant",
+        "Expand",
+        "Gather",
+        "GatherElements",
+        "Log",
+        "MatMul",
+        "Mul",
+        "RMSNormalization",
+        "ReduceMax",
+        "ReduceSum",
+        "Reshape",
+        "RotaryEmbedding",
+        "Sigmoid",
+        "Softmax",
+        "Sub",
+        "TopK",
+        "Transpose",
+        "Unsqueeze",
+    ]
+)
+
+
+def check_operators(graph: Graph) -> None:
+    """TargetError that names the operators for which the provider has no kernel: it would leave them to the CPU."""
+    lacking: Counter[str] = Counter()
+    for node in graph.model.graph:
+        if node.domain != "" or node.op_type not in KERNELS:
+            lacking[f"{node.domain}.{node.op_type}".lstrip(".")] += 1
+    if lacking:
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(lacking.items()))
+        raise TargetError(f"target cuda: ONNX Runtime's CUDA provider has no kernel for {listed} of this denoiser's graph")
