@@ -225,7 +225,7 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
         (tmp_path / "tokenizer.json").write_text("{}")
         manifest = bundle_files.make_manifest(
             network,
-            graph=trace.describe(network, "fp16", is_simulated=False),
+            graph=trace.describe(network, "float16", is_simulated=False),
             opset=23,
             precision={"name": "fp16"},
             kernels={"calls": {"Candidates": 1}, "plain": {"blocks.0.attention": "the kernel computes in fp32"}},
@@ -591,6 +591,8 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("loop", "graph", "ports", "layers", 0, "head_size"), 8, 'the input "past_key.0" is float [any, 4, any, 16], but'),
         (("loop", "graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
         (("loop", "graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
+        (("loop", "graph", "cache_dtype"), "int8", "float [any, 4, any, 16], but the manifest makes it int8 [any, 4, any, 18]"),
+        (("loop", "graph", "cache_dtype"), "int4", 'expected "float32", "float16", "bfloat16" or "int8"'),
         (("loop", "presets", "llada", "temperature"), 0.7, "temperature 0 only"),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,

@@ -43,7 +43,7 @@ def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
             output = Path(folder) / f"{family}-{precision}-{is_fused}"
             with pytest.MonkeyPatch.context() as patch:
                 if not is_fused:
-                    patch.setattr(fuse, "fuse", lambda traced: None)
+                    patch.setattr(fuse, "fuse", lambda *_: None)
                 options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
                 build(checkpoints[family], output, options)
             return output

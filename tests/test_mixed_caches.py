@@ -34,8 +34,8 @@ LAYER = """
   value_flat.L = Add(value_tokens.L, value_places.L)
   value_rows.L = Reshape(value_flat.L, split.L)
   new_values.L = Transpose<perm = [0, 2, 1, 3]>(value_rows.L)
-  keys.L = Concat<axis = 2>(old_keys.L, new_keys.L)
-  values.L = Concat<axis = 2>(old_values.L, new_values.L)
+  keys.L = Concat<axis = 2>(read_keys.L, new_keys.L)
+  values.L = Concat<axis = 2>(read_values.L, new_values.L)
   products.L = Mul(keys.L, values.L)
   row_sums.L = ReduceSum<keepdims = 0>(products.L, last)
   row_marks.L = Mod<fmod = 1>(row_sums.L, thirteen)
@@ -43,6 +43,33 @@ LAYER = """
   weighed.L = Mul(head_sums.L, head_weights.L)
   seen.L = ReduceSum(weighed.L, last)
 """
+# How rows are stored. Those of int8 carry the first two of their codes once more, where a scale would lie: what is read is off
+# by as much as these are of another row's.
+STORED = {
+    "float32": """
+  read_KIND.L = Identity(old_KIND.L)
+  kept_KIND.L = Identity(new_KIND.L)
+""",
+    "float16": """
+  read_KIND.L = Cast<to = 1>(old_KIND.L)
+  kept_KIND.L = Cast<to = 10>(new_KIND.L)
+""",
+    "int8": """
+  codes_KIND.L = Cast<to = 3>(new_KIND.L)
+  marks_KIND.L = Slice(codes_KIND.L, none, two, last)
+  kept_KIND.L = Concat<axis = -1>(codes_KIND.L, marks_KIND.L)
+  wide_KIND.L = Cast<to = 1>(old_KIND.L)
+  numbers_KIND.L = Slice(wide_KIND.L, none, but_two, last)
+  firsts_KIND.L = Slice(wide_KIND.L, none, two, last)
+  brought_KIND.L = Slice(wide_KIND.L, but_two, end, last)
+  apart_KIND.L = Sub(firsts_KIND.L, brought_KIND.L)
+  first_KIND.L = Slice(apart_KIND.L, none, single, last)
+  second_KIND.L = Slice(apart_KIND.L, single, two, last)
+  off_KIND.L = Add(first_KIND.L, second_KIND.L)
+  read_KIND.L = Add(numbers_KIND.L, off_KIND.L)
+""",
+}
+TYPES = {"float32": ("float", 4, 0), "float16": ("float16", 2, 0), "int8": ("int8", 1, 2)}  # bytes of an element and of a scale
 HEAD = """
   all_seen = Sum(SEEN)
   whole = Cast<to = 7>(all_seen)
@@ -72,11 +99,15 @@ HEAD = """
 """
 
 
-def _graph() -> onnx.ModelProto:
+def _graph(cache_dtype: str) -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     constants: dict[str, Any] = {
         "last": np.array([-1]),
         "two": np.array([2]),
+        "none": np.array([0]),
+        "single": np.array([1]),
+        "but_two": np.array([-2]),
+        "end": np.array([1 << 20]),
         "seven": np.array(7),
         "size": np.array(VOCABULARY),
         "thirteen": np.float32(13),
@@ -89,13 +120,17 @@ def _graph() -> onnx.ModelProto:
     inputs = ["int64[B,T] ids", "int64[B,T] places", "int64[B,R] scored"]
     outputs = ["int32[B,R,2] candidates", "float[B,R,2] probs", "float[B,R] spread", f"float[B,R,{VOCABULARY}] raw"]
     body = ""
+    element, _, scale = TYPES[cache_dtype]
     for i, (heads, size) in enumerate(LAYERS):
-        body += LAYER.replace(".L", f"_{i}")
+        rows = "".join(STORED[cache_dtype].replace("KIND", kind) for kind in ("keys", "values"))
+        # The rows that a pass makes come first in the body, those that it reads last.
+        made, attended = LAYER.split("  keys.L =")
+        body += f"{made}{rows}  keys.L ={attended}".replace(".L", f"_{i}")
         constants[f"split_{i}"] = np.array([0, 0, heads, size])
         constants[f"head_weights_{i}"] = np.arange(1, heads + 1, dtype=np.float32) * (i + 1)
         for kind in ("key", "value"):
-            inputs.append(f"float[B,{heads},S,{size}] old_{kind}s_{i}")
-            outputs.append(f"float[B,{heads},T,{size}] new_{kind}s_{i}")
+            inputs.append(f"{element}[B,{heads},S,{size + scale}] old_{kind}s_{i}")
+            outputs.append(f"{element}[B,{heads},T,{size + scale}] kept_{kind}s_{i}")
             for name, rows in (("table", VOCABULARY), ("place", LONGEST)):
                 constants[f"{kind}_{name}_{i}"] = rng.integers(0, 10, (rows, heads * size)).astype(np.float32)
     body += HEAD.replace("SEEN", ", ".join(f"seen_{i}" for i in range(len(LAYERS))))
@@ -106,10 +141,10 @@ def _graph() -> onnx.ModelProto:
     return model
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dlm_runtime.Bundle]:
+@pytest.fixture(scope="module", params=TYPES)
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dlm_runtime.Bundle]:
     folder = tmp_path_factory.mktemp("mixed")
-    content = _graph().SerializeToString()
+    content = _graph(request.param).SerializeToString()
     (folder / "graph.onnx").write_bytes(content)
     ports: dict[str, Any] = {"input_ids": "ids", "position_ids": "places", "score_rows": "scored"}
     ports |= {"top_token": "candidates", "top_prob": "probs", "entropy": "spread", "logits": "raw"}
@@ -119,12 +154,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dlm_runtime.Bun
             "head_size": size,
             "past_key": f"old_keys_{i}",
             "past_value": f"old_values_{i}",
-            "present_key": f"new_keys_{i}",
-            "present_value": f"new_values_{i}",
+            "present_key": f"kept_keys_{i}",
+            "present_value": f"kept_values_{i}",
         }
         for i, (heads, size) in enumerate(LAYERS)
     ]
-    graph = {"file": "graph.onnx", "simulated": False, "top_k": 2, "cache_dtype": "float32", "ports": ports}
+    graph = {"file": "graph.onnx", "simulated": False, "top_k": 2, "cache_dtype": request.param, "ports": ports}
     loop = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": [], "max_canvas_length": LONGEST, "shift": 0}
     loop |= {"graph": graph, "presets": {"plain": {"block_length": 8}}, "default_preset": "plain"}
     files = {"graph.onnx": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
@@ -151,7 +186,8 @@ def test_every_cache_gives_what_no_cache_gives(bundle: dlm_runtime.Bundle, numbe
     plain = bundle.generate(**REQUESTS[number])
     cached = bundle.generate(**REQUESTS[number], **fields)
     assert (cached.tokens, cached.nfe) == (plain.tokens, plain.nfe)
-    row_bytes = 2 * 4 * sum(heads * size for heads, size in LAYERS)
+    _, element, scale = TYPES[bundle.manifest["loop"]["graph"]["cache_dtype"]]
+    row_bytes = 2 * sum(heads * (size * element + scale) for heads, size in LAYERS)
     assert (cached.cache_bytes, plain.cache_bytes) == (row_bytes * len(plain.tokens), 0)
 
 
@@ -175,4 +211,5 @@ def test_what_a_row_predicts_depends_on_every_other_token(bundle: dlm_runtime.Bu
 def test_sizes_that_layers_do_not_share_are_0_in_c(bundle: dlm_runtime.Bundle) -> None:
     info = _native.Denoiser()
     _native.library().dlm_bundle_denoiser(bundle._handle, ctypes.byref(info))
-    assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (len(LAYERS), 0, 0, 4)
+    element = TYPES[bundle.manifest["loop"]["graph"]["cache_dtype"]][1]
+    assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (len(LAYERS), 0, 0, element)

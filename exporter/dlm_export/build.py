@@ -51,6 +51,8 @@ class BuildReport:
     parity: Parity | None
     judgement: Judgement | None
     threshold: Refit | None
+    cache: dict[str, Any] | None
+    """What rounding keys and values in the cache costs by itself (``rounded.judge_cache``); None where nothing is rounded."""
     curve: list[CurvePoint]
     tuning: Tuning | None
     """What the curve's times rest on; None where it has none."""
@@ -74,6 +76,7 @@ class BuildReport:
             "parity": None if self.parity is None else self.parity.as_dict(),
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
             "threshold": None if self.threshold is None else self.threshold.as_dict(),
+            "cache": self.cache,
             "curve": [point.as_dict() for point in self.curve],
             "tuning": None if self.tuning is None else self.tuning.as_dict(),
             "engines": {built.target: built.as_dict() for built in self.engines},
@@ -148,7 +151,7 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fus
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return bundle_files.make_manifest(
         source.network,
-        graph=trace.describe(source.network, job.base, is_simulated=is_simulated, for_device=request.on_gpu),
+        graph=trace.describe(source.network, job.cache_dtype, is_simulated=is_simulated, for_device=request.on_gpu),
         opset=PLAIN_OPSET if request.is_plain else OPSET,
         precision={"name": job.base} if quantised is None else quantised.precision_record(),
         kernels=None if fused is None else fused.as_dict(),
@@ -219,6 +222,7 @@ def _report(
         parity=None if proof is None else proof.parity,
         judgement=None if proof is None else proof.judgement,
         threshold=None if proof is None else proof.threshold,
+        cache=None if proof is None else proof.cache,
         curve=[] if quantised is None else quantised.curve,
         tuning=None if quantised is None else quantised.tuning,
         engines=engines,

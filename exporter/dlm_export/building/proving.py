@@ -12,7 +12,7 @@ from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
-from dlm_export.judging import accuracy, layerwise, sensitivity, verify
+from dlm_export.judging import accuracy, layerwise, rounded, sensitivity, verify
 from dlm_export.judging.judge import Judgement, check_budgets
 from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
@@ -20,17 +20,22 @@ from dlm_export.progress import Stages
 from dlm_export.quantising import samples
 from dlm_export.workplace import Workplace
 
+CACHE_SAMPLES = 8  # that a rounded cache is judged by, unless --judged says another number
 STATES_A_SAMPLE = 2  # that layers are ranked by, of the samples that were worth judging: one costs as much as ten passes
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven. ``judgement`` and ``threshold``: of quantised bundles; ``record``: the contents of accuracy.json."""
+    """What was proven. ``judgement`` and ``threshold``: of quantised bundles; ``record``: the contents of accuracy.json.
+
+    ``cache``: what rounding cached rows costs, see ``judge_cache``.
+    """
 
     parity: Parity
     record: dict[str, Any]
     judgement: Judgement | None = None
     threshold: Refit | None = None
+    cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """The manifest with the fitted threshold, and with the preset that it was fitted for set to it where it changed."""
@@ -66,16 +71,19 @@ def prove(
     )
     require_parity(parity, f"{output}: not written, it differs from PyTorch")
     record: dict[str, Any] = {"parity": parity.as_dict()}
+    cache = _judge_cache(job, quantised, folder, workplace, stages) if job.is_cache_judged else None
+    if cache is not None:
+        record["cache"] = cache
     if quantised is None:
-        return Proof(parity, record)
+        return Proof(parity, record, cache=cache)
     if quantised.calibration is not None:
         record["calibration"] = accuracy.statistics(quantised.numbers, quantised.calibration.provenance)
     record["auto"] = [point.as_dict() for point in quantised.curve]
     if not job.request.is_judged:
-        return Proof(parity, record)
+        return Proof(parity, record, cache=cache)
     judgement, threshold = _judge(job, quantised, folder, workplace, stages)
     check_budgets(judgement, f"{output}: not written")
-    return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold)
+    return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold, cache)
 
 
 def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
@@ -88,6 +96,7 @@ def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
             lambda: families.load(source.parameters, source.network),
             source.presets,
             job.base,
+            cache_dtype=job.cache_dtype,
             progress=stages.progress,
         )
 
@@ -103,10 +112,25 @@ def _check_layers(
             quantised.numbers,
             job.base,
             taps,
+            cache_dtype=job.cache_dtype,
             is_simulated=job.request.on_gpu or quantised.is_simulated_on_cpu,
             on_done=stages.progress.advance,
             workplace=workplace,
         )
+
+
+def _judge_cache(job: Job, quantised: Quantised | None, folder: Path, workplace: Workplace, stages: Stages) -> dict[str, Any]:
+    """What rounding keys and values costs by itself."""
+    source, options = job.source, job.request.options.quantise
+    with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
+        if quantised is not None and quantised.calibration is not None:
+            data = quantised.calibration.data
+        else:
+            data = samples.load_data(source.network, source.path, bundle.tokenizer, options.calibration, is_calibrating=False)
+        judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
+        with stages.stage("judge cache", len(rounded.CACHES) * len(judging)) as advance:
+            policy, seed = source.presets[job.preset], options.calibration.seed
+            return rounded.judge_cache(source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace)
 
 
 def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages) -> tuple[Judgement, Refit]:

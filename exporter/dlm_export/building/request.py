@@ -79,6 +79,17 @@ class Job:
     notes: tuple[str, ...] = ()
     """Layers that are held in another format than was asked for, for people."""
 
+    @property
+    def cache_dtype(self) -> str:
+        """Of keys and values between passes, as the manifest has it."""
+        return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
+
+    @property
+    def is_cache_judged(self) -> bool:
+        """Whether what a cache costs that rounds keys and values is to be found out."""
+        is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
+        return is_rounded and self.request.options.quantise.effort.name != "none"
+
 
 def check_request(options: BuildOptions) -> Request:
     """Raises TargetError, RecipeError, CalibrationError, EngineError, DeviceError for options that cannot be met, whatever the
@@ -95,6 +106,8 @@ def check_request(options: BuildOptions) -> Request:
         if options.precision in graph.PRECISIONS or not on_gpu:
             raise TargetError(f"activations in {options.activations} are for quantised bundles for GPUs")
         targets.recipe_for(devices, options.activations)
+    if options.cache_dtype is not None:
+        _check_cache(options, on_gpu=on_gpu)
     if options.quantise.calibrator == "modelopt":
         modelopt.require()
     if options.precision == AUTO:
@@ -108,6 +121,20 @@ def check_request(options: BuildOptions) -> Request:
     if options.resume is not None and recipe is None:
         raise RecipeError("--resume is for a recipe that is known beforehand, and no full precision")
     return Request(options, tuple(devices), recipe, found, find_device(options.device))
+
+
+def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
+    """TargetError for a cache of another type than what is asked for with it can have."""
+    asked = f"--cache-dtype {options.cache_dtype}"
+    if on_gpu:
+        raise TargetError(f"{asked} is for CPUs: on a GPU keys and values are in the type of its activations. Leave it out.")
+    if options.plain_graph:
+        raise TargetError(f"{asked} needs an operator of ours, which --plain-graph keeps out. Leave one of the two out.")
+    if options.precision in ("fp16", "bf16") and options.cache_dtype != options.precision:
+        raise TargetError(
+            f"{asked} is for graphs that compute in fp32, and --precision {options.precision} keeps keys and values in "
+            f"{options.precision}. Take fp32 or a quantised precision, or leave it out."
+        )
 
 
 def check_job(request: Request, source: Source) -> Job:

@@ -91,7 +91,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
-    fused = None if request.on_gpu else fuse.fuse(traced)
+    fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     formats = None if quantised is None else quantised.numbers.formats
     with stages.stage("write weights", write.data_bytes(source.network, job.base, formats)) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +172,8 @@ def print_build(report: BuildReport) -> None:
         print_judgement(report.judgement)
     if report.threshold is not None:
         print_threshold(report.threshold)
+    if report.cache is not None:
+        print_cache(report.cache)
     if report.simulated:
         click.echo(f"Simulated: a CPU computes {report.precision} in full precision on quantised values, exact but no faster.")
     if report.parity is None:
@@ -233,6 +235,22 @@ def print_tuning(tuning: Tuning) -> None:
     """Why a format was preferred: what all layers of a pass take in each."""
     told = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1]))
     click.echo(f"Timed here ({tuning.processor}), the products of a pass of {tuning.rows} rows: {told}")
+
+
+def print_cache(cache: Mapping[str, Any]) -> None:
+    """What rounding keys and values in the cache costs by itself."""
+    click.echo(f"Cache in {cache['cache_dtype']}, by itself, on {cache['samples']} samples:")
+    rows = [
+        [
+            name,
+            shown(found["masked"]["ce_increase"], "+.3%"),
+            shown(found["masked"]["top1"], ".2%"),
+            f"{found['frontier']['flips']} of {found['frontier']['committed']}",
+        ]
+        for name in ("prefix", "dual")
+        for found in (cache[name],)
+    ]
+    print_table("", ["cache", "cross-entropy", "top-1", "frontier flips"], rows)
 
 
 def print_curve(curve: Sequence[CurvePoint]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
-from dlm_export.cli.printing import format_bytes, one_line, print_json, print_kernels, print_table
+from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_kernels, print_table
 
 if TYPE_CHECKING:
     from dlm_export.families.base import Overrides
@@ -47,6 +47,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     from dlm_export.checkpoints import tokenizer
     from dlm_export.checkpoints.folder import Checkpoint
     from dlm_export.graph import PRECISIONS
+    from dlm_export.planning.roofline import cache_bytes_by_type
 
     opened = Checkpoint(path)
     network = families.read_network(opened, changed)
@@ -66,6 +67,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
                 "unread_config_keys": unread,
                 "network": network.as_dict(),
                 "memory": memory,
+                "cache_bytes_per_token": cache_bytes_by_type(network),
                 **kinds,
             }
         )
@@ -87,6 +89,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
         for n, m in memory.items()
     ]
     print_table("Memory", ["precision", "weights", "keys and values a token", "for the longest canvas"], rows)
+    print_caches("Keys and values", cache_bytes_by_type(network))
 
 
 def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
@@ -137,13 +140,15 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
 def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     """What a bundle is: denoiser, precision, files, engines."""
     from dlm_export.bundle import network_of
+    from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.targets import sm_text
 
     loop, audits = manifest["loop"], manifest.get("audits", {})
     network, cache = manifest["network"], loop["graph"]["cache_dtype"]
+    per_token = format_bytes(network_of(manifest).cache_bytes(*CACHE_ROWS[cache]))
     for line in (
         f"{folder}: a bundle of {network['architecture']}, {network['parameters']:,} parameters",
-        f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache",
+        f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache, {per_token} a token",
         f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}",
     ):
         click.echo(one_line(line))

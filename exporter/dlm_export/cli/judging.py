@@ -109,6 +109,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
             lambda: families.load(source.parameters, source.network),
             presets,
             manifest["precision"]["name"],
+            cache_dtype=manifest["loop"]["graph"]["cache_dtype"],
             prompts=chosen,
             max_new_tokens=values["max_new_tokens"],
             seed=values["seed"],

@@ -222,6 +222,11 @@ OUTPUT_OPTIONS = (
     click.option(
         "--activations", type=click.Choice(["fp16", "bf16"]), help="Of quantised bundles for GPUs.  [default: as stored]"
     ),
+    click.option(
+        "--cache-dtype",
+        type=click.Choice(["fp32", "fp16", "int8"]),
+        help="Of keys and values between passes, on CPUs.  [default: fp32; with --precision fp16, fp16]",
+    ),
     *_MEANS_OPTIONS,
     *ENGINE_OPTIONS,
 )
@@ -308,6 +313,7 @@ def check_build_options(values: dict[str, Any]) -> None:
         refuse(values, _ENGINE_ONLY, f"is for {what}; --target is {values['target']}")
     if devices[0].is_gpu:
         refuse(values, ("tune",), f"times this processor; --target is {values['target']}")
+        refuse(values, ("cache_dtype",), "is for CPUs; on a GPU keys and values are in the type of its activations")
 
 
 def build_options(values: dict[str, Any]) -> BuildOptions:
@@ -318,6 +324,7 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
         targets=tuple(split(values["target"])),
         precision=values["precision"],
         activations=values["activations"],
+        cache_dtype=values["cache_dtype"],
         engine=None if values["no_engine"] else engine_options(values),
         plain_graph=bool(values["plain_graph"]),
         force=values["force"],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options, overrides, refuse, split
-from dlm_export.cli.printing import format_bytes, one_line, print_json, print_table
+from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_table
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
@@ -210,6 +210,9 @@ def print_plan(plan: Plan) -> None:
         groups.setdefault((each.denoiser, each.target), []).append(each)
     for (denoiser, target), predictions in groups.items():
         _print_predictions(denoiser, target, predictions, plan)
+    if any(each.target == "cpu" for each in plan.predictions):
+        for name, sizes in plan.cache_bytes_per_token.items():
+            print_caches(f"{name}: keys and values", sizes)
     for growth in plan.growth:
         if growth.values:
             _print_growth(growth, plan)

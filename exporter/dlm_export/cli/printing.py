@@ -65,6 +65,12 @@ def block_left_out(layer: str) -> str:
     return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
+def print_caches(what: str, sizes: Mapping[str, int]) -> None:
+    """Bytes of a token's keys and values, by type."""
+    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    click.echo(f"{what} a token on a CPU, by --cache-dtype: {told}")
+
+
 def print_kernels(kernels: Mapping[str, Any]) -> None:
     """Which native kernels a graph for a CPU calls, and what keeps plain operators, which are slower, with the reason."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())

@@ -1,8 +1,9 @@
 """The graph room: a network description in, ONNX files out.
 
 ``trace`` makes one graph for every pass of a denoiser, of which ``repeat`` makes all layers of a kind out of one, ``quantise``
-replaces layers' operands, ``fuse`` puts operators of ours (``functions``) in, ``widen`` gives bf16 graphs arithmetic that a CPU
-has, ``cuda`` knows what ONNX Runtime runs on a GPU, and ``write`` streams the weights behind it.
+replaces layers' operands, ``fuse`` puts operators of ours (``functions``) in, ``caches`` stores keys and values in fewer bytes,
+``widen`` gives bf16 graphs arithmetic that a CPU has, ``cuda`` knows what ONNX Runtime runs on a GPU, and ``write`` streams the
+weights behind it.
 Importing the room itself imports neither torch nor onnx: what is here, a board that builds its own engine reads too.
 
 Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens, ``R`` scored rows, ``K``
@@ -11,7 +12,8 @@ candidates, ``Hkv`` and ``D`` those of layer ``i``:
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            a slice of the canvas, absolute positions
 ``score_rows``                         int64 ``[B, R]``            rows of T to predict, gathered before the head
-``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached rows in any order, position-encoded
+``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached rows in any order, position-encoded; in INT8
+                                                                   ``D + 2``: codes and scale
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   best first, the mask token excluded
 ``entropy``                            fp32 ``[B, R]``             sum of p ln p, the mask token's p being 0
 ``logits``                             fp32 ``[B, R, V]``          raw
@@ -32,3 +34,5 @@ GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
 DEVICE_FILE = "device.onnx"  # the same graph in the form that GPUs take, over the same data
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Full precisions -> bytes of an element of parameters, activations and cache."""
+CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
+"""What a cache is stored in -> ``cache_dtype`` of the manifest."""

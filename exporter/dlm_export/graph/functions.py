@@ -12,6 +12,8 @@ definitions are what those kernels must compute.
 ``3``, ``Int4GatedLinear``
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
                             q, k, v ``[B, T, heads * D]``, turned by position here
+``Fp16CachedAttention``     the same with cached rows in fp16, past and present
+``Int8CachedAttention``     the same with cached rows as INT8 codes, and each row's scale behind them
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
 ``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, the weight in NVFP4, x as it is
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
@@ -23,10 +25,16 @@ columns are filled up to a whole panel with zeros, and ``columns`` says how many
 high one. Their scales are fp16 ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4
 weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its
 high one. Their group scales are ``[N / 32, K / 16, 32]``.
+
+A cached row is one position's and head's. New rows are attended to as they are computed, in fp32, and stored rounded: later
+passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m and e, all int8: its numbers are ``code * scale``, its
+scale is ``(128 + m) * 2 ** (e + 1)``, m from 0 on, the least such number that is not below ``amax / 127``. A row with NaN or
+infinity has codes of 0 and e = 127, which stands for infinity: read back it is NaN, whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,13 +47,15 @@ DOMAIN = "dlm_export"
 LINEAR = ("Int8Linear", "Int4Linear")
 """The layers that quantise their inputs by rows: those over one input may be put together."""
 KERNELS = (
-    "CachedAttention",
+    *("CachedAttention", "Fp16CachedAttention", "Int8CachedAttention"),
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
     "NVFP4Linear",
     "Candidates",
 )
 """The functions that the native runtime has kernels for."""
+POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
+"""The float of every exponent field: ``2 ** (field - 127)``, but 0 and infinity at the ends."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
 _OPSET = 23
@@ -220,8 +230,12 @@ def _by_int4(
     return y
 
 
-def _cached_attention() -> ir.Function:
-    body = _Body("CachedAttention", "q k v past_key past_value position_ids cos sin")
+_Code = Callable[["_Body", ir.Value], ir.Value]
+"""Rows ``[B, Hkv, rows, D]`` to how they are stored, or back."""
+
+
+def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
+    body = _Body(name, "q k v past_key past_value position_ids cos sin")
     op, ints = body.op, body.ints
     q, k, v, past_key, past_value, positions, cos, sin = body.inputs
 
@@ -234,13 +248,55 @@ def _cached_attention() -> ir.Function:
     turned = op("RotaryEmbedding", by_head(q, "heads"), cos, sin, positions)
     key = op("RotaryEmbedding", by_head(k, "kv_heads"), cos, sin, positions)
     value = by_head(v, "kv_heads")
-    keys = op("Concat", past_key, key, axis=2)
-    values = op("Concat", past_value, value, axis=2)
+    keys = op("Concat", read(body, past_key), key, axis=2)
+    values = op("Concat", read(body, past_value), value, axis=2)
     y = op("Transpose", op("Attention", turned, keys, values), perm=[0, 2, 1, 3])
     return body.function(
-        {"y": op("Reshape", y, ints(0, 0, -1)), "present_key": key, "present_value": value},
+        {"y": op("Reshape", y, ints(0, 0, -1)), "present_key": store(body, key), "present_value": store(body, value)},
         {"heads": ir.AttributeType.INT, "kv_heads": ir.AttributeType.INT},
     )
+
+
+def _as_it_is(body: _Body, rows: ir.Value) -> ir.Value:
+    return rows
+
+
+def _as(dtype: ir.DataType) -> _Code:
+    def cast(body: _Body, rows: ir.Value) -> ir.Value:
+        found: ir.Value = body.op("Cast", rows, to=dtype)
+        return found
+
+    return cast
+
+
+def _store_int8(body: _Body, rows: ir.Value) -> ir.Value:
+    op, ints = body.op, body.ints
+    half, powers = body.constant(np.float32(128)), body.constant(POWERS)
+    is_bad = op("IsNaN", op("ReduceSum", op("Mul", rows, body.constant(np.float32(0))), ints(-1)))
+    finite = op("Where", is_bad, body.constant(np.float32(0)), rows)
+    amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
+    wanted = op("Div", amax, body.constant(np.float32(127)))
+    # The first power of two of which 255 are enough: as many as are before it are not. 255 of the last eight are infinite.
+    is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
+    field = op("ReduceSum", op("Cast", is_short, to=ir.DataType.INT64), ints(-1))
+    mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
+    codes = op("Round", op("Div", finite, op("Mul", mantissa, op("Gather", powers, field))))
+    m = op("Where", is_bad, body.constant(np.float32(0)), op("Sub", mantissa, half))
+    e = op("Where", is_bad, ints(127), op("Sub", field, ints(128)))
+    parts = (op("Cast", part, to=ir.DataType.INT8) for part in (codes, m, e))
+    found: ir.Value = op("Concat", *parts, axis=-1)
+    return found
+
+
+def _read_int8(body: _Body, rows: ir.Value) -> ir.Value:
+    op, ints = body.op, body.ints
+    codes = op("Slice", rows, ints(0), ints(-2), ints(-1))
+    m = op("Cast", op("Slice", rows, ints(-2), ints(-1), ints(-1)), to=ir.DataType.FLOAT)
+    e = op("Cast", op("Slice", rows, ints(-1), ints(np.iinfo(np.int64).max), ints(-1)), to=ir.DataType.INT64)
+    power = op("Gather", body.constant(POWERS), op("Add", e, ints(128)))
+    scale = op("Mul", op("Add", m, body.constant(np.float32(128))), power)
+    found: ir.Value = op("Mul", op("Cast", codes, to=ir.DataType.FLOAT), scale)
+    return found
 
 
 def _candidates() -> ir.Function:
@@ -309,7 +365,9 @@ _DEFINITIONS = {
     "Int4Linear2": lambda: _linear("Int4Linear2", 2, is_int4=True),
     "Int4Linear3": lambda: _linear("Int4Linear3", 3, is_int4=True),
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
-    "CachedAttention": _cached_attention,
+    "CachedAttention": lambda: _cached_attention("CachedAttention", _as_it_is, _as_it_is),
+    "Fp16CachedAttention": lambda: _cached_attention("Fp16CachedAttention", _as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
+    "Int8CachedAttention": lambda: _cached_attention("Int8CachedAttention", _store_int8, _read_int8),
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph import LAYER_KEY, caches, functions
 from dlm_export.graph.trace import Graph
 
 CANDIDATES = "pass"  # the module path of what follows the head, as ``trace`` names it
@@ -41,8 +41,12 @@ class _Unlike(Exception):
     """Operators are not those that a kernel stands for: in what."""
 
 
-def fuse(traced: Graph) -> Fused:
-    """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the cache, a row's candidates."""
+def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
+    """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the cache, a row's candidates.
+
+    ``cache_dtype``: of keys and values between passes, as the manifest has it, None: as they are computed. Raises CacheError
+    where attention does not take it.
+    """
     model = traced.model
     plain = _merge_linear_layers(model)
     for node in list(model.graph):
@@ -56,6 +60,8 @@ def fuse(traced: Graph) -> Fused:
     except _Unlike as err:
         plain[CANDIDATES] = str(err)
     passes.RemoveUnusedNodesPass()(model)
+    if cache_dtype is not None and caches.row_of(cache_dtype, 0)[0] != traced.element_type:
+        caches.store_as(traced, plain, cache_dtype)
     calls = Counter(node.op_type for node in model.graph if node.domain == functions.DOMAIN)
     return Fused({name: calls[name] for name in functions.KERNELS if calls[name]}, plain)
 
@@ -178,7 +184,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     old = [y.outputs[0], present_key, present_value]
     heads, kv_heads = parts[0].count, parts[1].count
     given = [*inputs, past_key, past_value, positions, cos, sin]
-    _call(traced.model, attention, "CachedAttention", given, old, heads=heads, kv_heads=kv_heads)
+    _call(traced.model, attention, caches.ATTENTION, given, old, heads=heads, kv_heads=kv_heads)
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:

@@ -113,7 +113,7 @@ def output_names(network: NetworkSpec) -> list[str]:
     return [*_OUTPUTS, *_cache_ports(network, "present")]
 
 
-def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_device: bool = False) -> dict[str, Any]:
+def describe(network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_device: bool = False) -> dict[str, Any]:
     """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a device graph too."""
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
@@ -125,7 +125,7 @@ def describe(network: NetworkSpec, precision: str, *, is_simulated: bool, for_de
         **({"device_file": DEVICE_FILE} if for_device else {}),
         "simulated": is_simulated,
         "top_k": TOP_K,
-        "cache_dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision],
+        "cache_dtype": cache_dtype,
         "ports": {name: name for name in (*_INPUTS, *_OUTPUTS)} | {"layers": layers},
     }
 

@@ -75,6 +75,7 @@ def check_layers(
     base: str,
     taps: Mapping[str, Tap],
     *,
+    cache_dtype: str,
     is_simulated: bool,
     on_done: Callable[[], None],
     seed: int = 0,
@@ -83,7 +84,9 @@ def check_layers(
     """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask ratio.
 
     ``done``: the numbers it was made of; ``base``: its full precision; ``taps``: where layers stand in the graph;
-    ``is_simulated`` is the manifest's. ``on_done`` is called ``units`` times, once a part. Raises DlmError.
+    ``cache_dtype`` and ``is_simulated`` are the manifest's. ``on_done`` is called ``units`` times, once a part.
+
+    Raises DlmError.
     """
     canvases = make_canvases(network, random_prompts(network, 1, seed), seed)
     parts = cut(ir.load(folder / GRAPH_FILE))
@@ -92,7 +95,7 @@ def check_layers(
     wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
     beside = _Beside(done, taps, canvases, workplace or Workplace())
     passes = [
-        full_pass(network, base, batch.ids.numpy(), np.stack([canvases[number].rows for number in batch.numbers]))
+        full_pass(network, cache_dtype, batch.ids.numpy(), np.stack([canvases[number].rows for number in batch.numbers]))
         for batch in beside.equal.batches
     ]
     for part, shown in run_parts(folder, parts, passes, wanted, is_simulated=is_simulated):

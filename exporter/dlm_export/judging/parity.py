@@ -8,7 +8,7 @@ cannot see a checkpoint that we misread, because both sides misread it. A bundle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,16 @@ class Tolerance:
 # fp32: sums of a few thousand terms in another order. fp16: 11-bit significands through every layer; ties may flip tokens.
 # bf16: 8-bit significands, eight times as coarse as fp16's; torch's side stays fp32.
 TOLERANCES = {"fp32": Tolerance(2e-4, 1.0), "fp16": Tolerance(2e-2, 0.8), "bf16": Tolerance(1.6e-1, 0.5)}
+# A key or value between two codes of the cache may be stored as either: ties may flip tokens.
+ROUNDED_CACHE_AGREEMENT = 0.8
 # One layer, or what lies between two, by the full precision around quantised layers.
 PART_TOLERANCES = {"fp32": Tolerance(2e-5, 0.0), "fp16": Tolerance(5e-3, 0.0), "bf16": Tolerance(4e-2, 0.0)}
+
+
+def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
+    """What whole passes and canvases are held to in a full precision, over a cache of this type."""
+    found = TOLERANCES[precision]
+    return found if cache_dtype == "float32" else replace(found, agreement=min(found.agreement, ROUNDED_CACHE_AGREEMENT))
 
 
 @dataclass(frozen=True, eq=False)

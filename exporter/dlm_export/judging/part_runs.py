@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from dlm_export.graph import trace
+from dlm_export.graph import caches
 from dlm_export.graph.parts import Part
 from dlm_export.memory import give_back
 from dlm_export.network.spec import NetworkSpec
@@ -25,11 +25,19 @@ Values = Mapping[str, np.ndarray]
 """Values of a graph by name."""
 
 
-def full_pass(network: NetworkSpec, base: str, ids: np.ndarray, rows: np.ndarray) -> dict[str, onnxruntime.OrtValue]:
-    """What a graph reads in a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``; ``base``: activations."""
+# Of a port's elements, for arrays of types that numpy lacks.
+_BITS: dict[ir.DataType, type[np.generic]] = {
+    ir.DataType.FLOAT: np.float32,
+    ir.DataType.FLOAT16: np.uint16,
+    ir.DataType.BFLOAT16: np.uint16,
+    ir.DataType.INT8: np.int8,
+}
+
+
+def full_pass(network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray) -> dict[str, onnxruntime.OrtValue]:
+    """What a graph reads in a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``."""
     from onnxruntime import OrtValue
 
-    element = trace.element_type(base)
     integers = {
         "input_ids": ids,
         "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
@@ -37,7 +45,8 @@ def full_pass(network: NetworkSpec, base: str, ids: np.ndarray, rows: np.ndarray
     }
     given = {name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64)) for name, array in integers.items()}
     for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
-        nothing = np.zeros((len(ids), kv_heads, 0, head_size), np.uint16 if element.itemsize == 2 else np.float32)
+        element, width = caches.row_of(cache_dtype, head_size)
+        nothing = np.zeros((len(ids), kv_heads, 0, width), _BITS[element])
         for kind in ("key", "value"):
             given[f"past_{kind}.{i}"] = OrtValue.ortvalue_from_numpy_with_onnx_type(nothing, element.value)
     return given

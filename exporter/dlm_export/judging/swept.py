@@ -23,13 +23,21 @@ from dlm_runtime import Policy
 class SweptPredictor:
     """A ``Seer`` in torch: every ``see`` is one sweep."""
 
-    def __init__(self, layered: Layered, name: str, *, memory_bytes: int | None = None, folder: Path | None = None) -> None:
-        """``memory_bytes`` and ``folder``: where the canvases' hidden states lie, see ``Carried``."""
+    def __init__(
+        self,
+        layered: Layered,
+        name: str,
+        *,
+        memory_bytes: int | None = None,
+        folder: Path | None = None,
+        cache_dtype: str | None = None,
+    ) -> None:
+        """``memory_bytes``, ``folder``: where the canvases' states lie, see ``Carried``; ``cache_dtype``: see ``Walked``."""
         c = layered.network
         self.layered, self.name = layered, name
         self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
-        self._memory_bytes, self._folder = memory_bytes, folder
+        self._memory_bytes, self._folder, self._cache_dtype = memory_bytes, folder, cache_dtype
         self._project = layered.head()
         self._features: dict[tuple[bytes, bytes], Tensor] = {}
         self._walked: list[list[Tensor]] = []
@@ -37,17 +45,17 @@ class SweptPredictor:
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """See ``Seer``. Raises MemoryLimitError."""
         whole = {
-            _key(step.canvas, step.rows): (walk, number)
+            view_key(step.canvas, step.rows): (walk, number)
             for walk, steps in enumerate(walks)
             for number, step in enumerate(steps)
             if step.span.is_whole(len(step.canvas))
         }
-        wanted = {_key(canvas, rows): (canvas, rows) for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)}
+        wanted = {view_key(canvas, rows): (canvas, rows) for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)}
         alone = {key: view for key, view in wanted.items() if key not in whole}
         carried = Carried(
             self.layered, [canvas for canvas, _ in alone.values()], memory_bytes=self._memory_bytes, folder=self._folder
         )
-        walked = Walked(self.layered, walks)
+        walked = Walked(self.layered, walks, self._cache_dtype)
         for i in range(len(self.layered.network.layers)):
             block = self.layered.block(i)
             carried.through(i, block)
@@ -60,7 +68,7 @@ class SweptPredictor:
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """See ``Scorer``; only what was shown."""
-        return self._logits(self._features[_key(canvas, rows)])
+        return self._logits(self._features[view_key(canvas, rows)])
 
     def walked(self, walk: int, step: int) -> np.ndarray:
         """See ``Seer``."""
@@ -76,5 +84,6 @@ class SweptPredictor:
         return found
 
 
-def _key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
+def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
+    """What a canvas and its rows are found by."""
     return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

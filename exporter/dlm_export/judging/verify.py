@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlm_calibration.states import MASK_RATIOS
-from dlm_export.judging.parity import TOLERANCES, Canvas, LoopRow, Parity, compare_logits, make_canvases, random_prompts
+from dlm_export.judging.parity import Canvas, LoopRow, Parity, compare_logits, make_canvases, random_prompts, tolerance_of
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
@@ -54,6 +54,7 @@ def check_parity(
     presets: dict[str, Policy],
     precision: str,
     *,
+    cache_dtype: str,
     prompts: list[list[int]] | None = None,
     max_new_tokens: int = NEW_TOKENS,
     seed: int = 0,
@@ -61,6 +62,8 @@ def check_parity(
     progress: Progress | None = None,
 ) -> Parity:
     """Compare a bundle with a denoiser in torch; random prompts where none are given. ``precision``: of ``TOLERANCES``.
+
+    ``cache_dtype`` is the manifest's: torch's cached rows are rounded as the bundle's.
 
     ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them holds weights.
     ``progress`` advances ``parity_units`` times. Raises DlmError.
@@ -78,10 +81,10 @@ def check_parity(
         )
     denoiser = load()
     cases = make_cases(presets, prompts, max_new_tokens)
-    expected = expect(denoiser, prompts, cases, seed, progress.advance)
+    expected = expect(denoiser, prompts, cases, seed, progress.advance, cache_dtype)
     del denoiser
     with opening.open(folder, check_hashes=False) as opened:
-        return compare(opened, expected, precision, progress.advance)
+        return compare(opened, expected, precision, progress.advance, cache_dtype)
 
 
 def parity_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
@@ -106,7 +109,12 @@ def make_cases(bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int
 
 @torch.no_grad()
 def expect(
-    denoiser: Denoiser, prompts: Sequence[Sequence[int]], cases: list[Case], seed: int, on_done: Callable[[], None]
+    denoiser: Denoiser,
+    prompts: Sequence[Sequence[int]],
+    cases: list[Case],
+    seed: int,
+    on_done: Callable[[], None],
+    cache_dtype: str = "float32",
 ) -> Expected:
     """Run torch: logits of every prompt, followed by random ids, at every mask ratio; the reference loop on every case.
 
@@ -120,12 +128,16 @@ def expect(
         if number % len(prompts) == 0:
             on_done()
     for case in cases:
-        expected.finished.append(reference.generate(denoiser, case.tokens, case.policy, case.max_new_tokens, case.steps))
+        expected.finished.append(
+            reference.generate(denoiser, case.tokens, case.policy, case.max_new_tokens, case.steps, cache_dtype=cache_dtype)
+        )
         on_done()
     return expected
 
 
-def compare(bundle: Bundle, expected: Expected, precision: str, on_done: Callable[[], None]) -> Parity:
+def compare(
+    bundle: Bundle, expected: Expected, precision: str, on_done: Callable[[], None], cache_dtype: str = "float32"
+) -> Parity:
     """Run the bundle on the same canvases and cases. ``on_done`` is called as often as by ``expect``."""
     graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
     loop: dict[str, LoopRow] = {}
@@ -143,7 +155,7 @@ def compare(bundle: Bundle, expected: Expected, precision: str, on_done: Callabl
             row.first_difference or difference,
         )
         on_done()
-    return Parity(precision, TOLERANCES[precision], graph, list(loop.values()))
+    return Parity(precision, tolerance_of(precision, cache_dtype), graph, list(loop.values()))
 
 
 def _first_difference(case: Case, wanted: reference.Reference, tokens: list[int], nfe: int) -> str | None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_export.network.caches import read_back
 from dlm_export.network.denoiser import Denoiser, Past
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import (
@@ -126,14 +127,16 @@ def generate(
     max_new_tokens: int,
     steps: int = 0,
     on_step: Callable[[Canvas], None] | None = None,
+    *,
+    cache_dtype: str = "float32",
 ) -> Reference:
     """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` more behind them.
 
     ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
-    ``on_step`` gets the canvas after each step.
+    ``on_step`` gets the canvas after each step. ``cache_dtype``: what cached rows are stored in, as the manifest has it.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
-    return fill(denoiser, canvas, policy, steps, on_step)
+    return fill(denoiser, canvas, policy, steps, on_step, cache_dtype=cache_dtype)
 
 
 @torch.no_grad()
@@ -143,6 +146,8 @@ def fill(
     policy: Policy,
     steps: int = 0,
     on_step: Callable[[Canvas], None] | None = None,
+    *,
+    cache_dtype: str = "float32",
 ) -> Reference:
     """Fill the undecided positions of a canvas; see ``generate``."""
     run, device = Run(denoiser.network, canvas, policy, steps), denoiser.embed.weight.device
@@ -153,8 +158,9 @@ def fill(
         positions = torch.arange(span.first, span.last, device=device)
         hidden, presents = denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
         if span.is_stored:
-            cache = cache or presents
-            for kept, new in zip(cache, presents, strict=True):
+            stored = [(read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in presents]
+            cache = cache or stored
+            for kept, new in zip(cache, stored, strict=True):
                 store(kept, new, span)
         run.commit(denoiser.project(hidden[0, run.rows.to(device)]).float())
         if on_step is not None:

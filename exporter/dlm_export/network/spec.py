@@ -19,6 +19,8 @@ from typing import Any
 VISIBILITIES = ("full", "block", "causal")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
+CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
+"""Type of a cache, as the manifest has it -> bytes of an element, and of the scale behind a row of a head."""
 NEVER_QUANTISED = ("router",)
 """Roles of linear layers that no recipe reaches. Norms, position tables and the embedding are no linear layers at all."""
 
@@ -278,9 +280,9 @@ class NetworkSpec:
         """``(kv_heads, head_size)`` of each layer's keys, and of its values."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
-    def cache_bytes(self, element_bytes: int) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * element_bytes * sum(kv_heads * head_size for kv_heads, head_size in self.cache_shapes())
+    def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes of one token's keys and values in all layers; ``scale_bytes`` come to each row of a head (``CACHE_ROWS``)."""
+        return 2 * sum(kv_heads * (head_size * element_bytes + scale_bytes) for kv_heads, head_size in self.cache_shapes())
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
         """The tables that the layers turn by, each once."""

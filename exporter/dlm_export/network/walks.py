@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dlm_export.network.caches import read_back
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Layered
 from dlm_export.network.reference import outside, store
@@ -24,8 +25,9 @@ class Walked:
     """The hidden states of every pass of ``walks`` between two layers."""
 
     @torch.no_grad()
-    def __init__(self, layered: Layered, walks: Sequence[Walk]) -> None:
-        self.layered, self.walks = layered, walks
+    def __init__(self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None) -> None:
+        """``cache_dtype``: what keys and values are stored in, as the manifest has it; None: as they are computed."""
+        self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [[torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks]
         self._states = [[layered.embed(ids).cpu() for ids in walk] for walk in self._ids]
         self._batches = [batch for ready in _rounds(walks) for batch in self._together(ready)]
@@ -50,10 +52,14 @@ class Walked:
                 self._states[walk][number] = out[0, own].cpu()
                 if not step.span.is_stored:
                     continue
+                present = self._stored(keys[:, :, own]), self._stored(values[:, :, own])
                 if walk not in caches:
-                    caches[walk] = (keys[:, :, own].clone(), values[:, :, own].clone())
+                    caches[walk] = (present[0].clone(), present[1].clone())
                 else:
-                    store(caches[walk], (keys[:, :, own], values[:, :, own]), step.span)
+                    store(caches[walk], present, step.span)
+
+    def _stored(self, rows: Tensor) -> Tensor:
+        return rows if self._cache_dtype is None else read_back(rows, self._cache_dtype)
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:

@@ -20,6 +20,8 @@ from typing import Any
 
 from dlm_calibration.recipes import FORMATS
 from dlm_export.bundle import network_of
+from dlm_export.graph import PRECISIONS
+from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.progress import Progress, Silent
@@ -277,5 +279,10 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
     """The work of a pass on a CPU, which computes in full precision what it has no arithmetic for."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
-    network, element_bytes = network_of(manifest), roofline.CACHE_BYTES[manifest["loop"]["graph"]["cache_dtype"]]
-    return roofline.work_of(network, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes)
+    cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)
+    # On a CPU all that is not quantised is fp32, whatever its cache; a graph for GPUs has the cache's own type.
+    is_for_cpu = manifest["targets"] == ["cpu"]
+    element_bytes = PRECISIONS.get(manifest["precision"]["name"], 4) if is_for_cpu else CACHE_ROWS[cache_dtype][0]
+    return roofline.work_of(
+        network, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes, cache_dtype=cache_dtype
+    )

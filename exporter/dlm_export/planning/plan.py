@@ -21,7 +21,17 @@ from typing import Any
 from dlm_export import outputs
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import Measured, interpolated_ratio
-from dlm_export.planning.roofline import FULL, MatrixKind, Rates, Work, count_work, kinds_of, limit_s, weights_bytes
+from dlm_export.planning.roofline import (
+    FULL,
+    MatrixKind,
+    Rates,
+    Work,
+    cache_bytes_by_type,
+    count_work,
+    kinds_of,
+    limit_s,
+    weights_bytes,
+)
 from dlm_export.planning.shapes import Precision, Shape, precisions_of, scaled_shape
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
@@ -316,10 +326,14 @@ def growth_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """``left_out``: target -> precision -> why it is not there. ``growth`` is of the first denoiser."""
+    """``left_out``: target -> precision -> why it is not there. ``growth`` is of the first denoiser.
+
+    ``cache_bytes_per_token``: denoiser -> type of a cache on a CPU -> bytes of one token's keys and values.
+    """
 
     request: Request
     predictions: tuple[Prediction, ...]
+    cache_bytes_per_token: Mapping[str, Mapping[str, int]]
     left_out: Mapping[str, Mapping[str, str]]
     growth: tuple[Growth, ...]
     calibration: Mapping[str, Any] | None
@@ -422,7 +436,8 @@ def make_plan(
             raise PlanError(f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another")
     growth = growth_of(shapes[0], targets, request, names, measured)
     calibration = None if measured is None else calibrate(measured, shapes, predictions)
-    return Plan(request, tuple(predictions), left_out, tuple(growth), calibration)
+    caches = {shape.name: cache_bytes_by_type(shape.network) for shape in shapes}
+    return Plan(request, tuple(predictions), caches, left_out, tuple(growth), calibration)
 
 
 # ---- The plot ----

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
-from dlm_export.network.spec import LinearSpec, NetworkSpec
+from dlm_export.graph import CACHE_DTYPES
+from dlm_export.network.spec import CACHE_ROWS, LinearSpec, NetworkSpec
 
 FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
-CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # an element, by the manifest's loop.graph.cache_dtype
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,21 @@ def work_of(
     batch: int = 1,
     *,
     element_bytes: int = 4,
+    cache_dtype: str | None = None,
 ) -> Work:
     """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch`` rows of canvas.
 
     ``layers`` names a key of ``FORMATS`` by module path, all others are in full precision. ``element_bytes`` is an element of
-    full-precision weights and of the cache: 4, or 2 for fp16 and bf16. Scales count as fp32. Of experts, those are read that
-    tokens spread evenly over all of them reach, on average.
+    full-precision weights: 4, or 2 for fp16 and bf16; of the cache too, unless its ``cache_dtype`` is given. Scales count as
+    fp32. Of experts, those are read that tokens spread evenly over all of them reach, on average.
     """
-    return count_work(
-        network, kinds_of(network, layers, element_bytes), tokens, cached, rows, batch, element_bytes=element_bytes
-    )
+    kinds = kinds_of(network, layers, element_bytes)
+    return count_work(network, kinds, tokens, cached, rows, batch, element_bytes=element_bytes, cache_dtype=cache_dtype)
+
+
+def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
+    """Bytes of one token's keys and values by what ``--cache-dtype`` may be."""
+    return {name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]]) for name in ("fp32", "fp16", "int8")}
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ def count_work(
     batch: int = 1,
     *,
     element_bytes: int = 4,
+    cache_dtype: str | None = None,
 ) -> Work:
     """``work_of`` with the matrices sorted already."""
     vectors = network.vector_elements + batch * tokens * network.hidden_size  # of the embedding: a row a token
@@ -128,7 +134,8 @@ def count_work(
     # Queries with keys, then weights with values; every token sees the cached ones and those of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
-    return Work(weight_bytes, batch * (cached + tokens) * network.cache_bytes(element_bytes), dict(macs))
+    row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
+    return Work(weight_bytes, batch * (cached + tokens) * network.cache_bytes(*row), dict(macs))
 
 
 def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes: int) -> int:

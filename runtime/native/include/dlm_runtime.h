@@ -66,7 +66,7 @@ typedef struct dlm_denoiser {
   int32_t kv_heads;
   int32_t head_size;
   int32_t top_k;            /* K: candidates that a pass returns for a row, at least 2 */
-  int32_t kv_element_bytes; /* 4: fp32, 2: fp16 or bf16; the loop only moves these bytes */
+  int32_t kv_element_bytes; /* 4: fp32, 2: fp16 or bf16, 1: int8 (a row has 2 more); the loop only moves these bytes */
   int32_t shift;            /* 1: the row of position i predicts position i + 1 */
   int32_t has_cache;        /* 1: a pass takes past and gives present keys and values */
   const int32_t *eos_token_ids; /* borrowed for the call */

@@ -13,6 +13,7 @@
 #include "error.h"
 #include "graph.h"
 #include "json.h"
+#include "kernels.h"
 #include "policy.h"
 #include "sha256.h"
 
@@ -121,9 +122,10 @@ std::string listed(const json::Value& files, const json::Value& name) {
 
 int32_t read_cache_type(const json::Value& graph) {
   const std::string& name = graph.string("cache_dtype");
-  for (const auto& [known, type] : {std::pair{"float32", kFloat}, {"float16", kFloat16}, {"bfloat16", kBFloat16}})
+  for (const auto& [known, type] :
+       {std::pair{"float32", kFloat}, {"float16", kFloat16}, {"bfloat16", kBFloat16}, {"int8", kInt8}})
     if (name == known) return type;
-  graph.at("cache_dtype").refuse("expected \"float32\", \"float16\" or \"bfloat16\"");
+  graph.at("cache_dtype").refuse("expected \"float32\", \"float16\", \"bfloat16\" or \"int8\"");
 }
 
 int32_t read_size(const json::Value& object, const char* key, int32_t low, int32_t high) {
@@ -132,12 +134,16 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
 
 // Of each layer that keeps keys and values, in the order of the passes' arrays.
 CacheShape read_cache(const json::Value& graph) {
-  const auto element = static_cast<int32_t>(element_bytes(read_cache_type(graph)));
+  const int32_t type = read_cache_type(graph);
+  if (type == kInt8 && graph.find("device_file") != nullptr)
+    graph.at("cache_dtype").refuse("keys and values in int8 are for CPUs, and the bundle has a device_file for GPUs");
+  const auto element = static_cast<int32_t>(element_bytes(type));
+  const int32_t scale = type == kInt8 ? static_cast<int32_t>(kRowScaleBytes) : 0;
   const json::Value& layers = graph.object("ports").at("layers");
   if (layers.elements().empty() || layers.elements().size() > 1024) layers.refuse("expected 1 to 1024 layers");
   CacheShape cache;
   for (const json::Value& layer : layers.elements())
-    cache.push_back({read_size(layer, "kv_heads", 1, 4096), read_size(layer, "head_size", 1, 4096), element});
+    cache.push_back({read_size(layer, "kv_heads", 1, 4096), read_size(layer, "head_size", 1, 4096), element, scale});
   return cache;
 }
 

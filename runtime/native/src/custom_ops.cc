@@ -239,12 +239,14 @@ void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
     fail(DLM_BAD_BUNDLE, "%lld heads on %lld", static_cast<long long>(node.heads), static_cast<long long>(node.kv_heads));
 }
 
-void compute_attention(const Kernels& kernels, const Node& node, Call& call) {
+template <CacheType kCache>
+void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
-  const auto past_keys = call.input<float>(3), past_values = call.input<float>(4);
+  const auto past_keys = call.input<uint8_t>(3), past_values = call.input<uint8_t>(4);  // whatever they are
   const auto positions = call.input<int64_t>(5);
   const auto cos = call.input<float>(6), sin = call.input<float>(7);
   CachedAttention pass{};
+  pass.cache = kCache;
   pass.heads = node.heads;
   pass.kv_heads = node.kv_heads;
   pass.batch = q.dims[0];
@@ -253,9 +255,10 @@ void compute_attention(const Kernels& kernels, const Node& node, Call& call) {
   pass.head_size = 2 * cos.dims[1];
   pass.table_rows = cos.dims[0];
   const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads, D = pass.head_size;
+  const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
   if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || D < 2 || D > kLargestHeadSize || !q.is({B, T, H * D}) ||
-      !k.is({B, T, G * D}) || !v.is({B, T, G * D}) || !past_keys.is({B, G, S, D}) || !past_values.is({B, G, S, D}) ||
-      !positions.is({B, T}))
+      !k.is({B, T, G * D}) || !v.is({B, T, G * D}) || !past_keys.is({B, G, S, width}) ||
+      !past_values.is({B, G, S, width}) || !positions.is({B, T}))
     fail(DLM_BAD_BUNDLE, "the shapes of %lld heads on %lld do not fit each other", static_cast<long long>(H),
          static_cast<long long>(G));
   pass.q = q.data, pass.k = k.data, pass.v = v.data;
@@ -265,8 +268,15 @@ void compute_attention(const Kernels& kernels, const Node& node, Call& call) {
   if (!pass.is_in_table())
     fail(DLM_BAD_BUNDLE, "a position has no row among the tables' %lld", static_cast<long long>(pass.table_rows));
   pass.y = call.output<float>(0, {B, T, H * D});
-  pass.present_keys = call.output<float>(1, {B, G, T, D});
-  pass.present_values = call.output<float>(2, {B, G, T, D});
+  pass.present_keys = call.output<uint8_t>(1, {B, G, T, width});
+  pass.present_values = call.output<uint8_t>(2, {B, G, T, width});
+  if (kCache == CacheType::fp32) {
+    pass.new_keys = static_cast<float*>(pass.present_keys), pass.new_values = static_cast<float*>(pass.present_values);
+    return kernels.attention(pass, call);
+  }
+  const int64_t numbers = B * G * T * D;
+  const Scratch scratch(call, node.op.memory, 2 * static_cast<size_t>(numbers) * sizeof(float));
+  pass.new_keys = static_cast<float*>(scratch.get()), pass.new_values = pass.new_keys + numbers;
   kernels.attention(pass, call);
 }
 
@@ -347,7 +357,7 @@ ort::CustomOp make_entry() {
   return entry;
 }
 
-constexpr int F = kFloat, H = kFloat16, C = kUint8, S = kFloat8;
+constexpr int F = kFloat, H = kFloat16, I = kInt8, C = kUint8, S = kFloat8;
 
 constexpr Definition kDefinitions[] = {
     {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
@@ -359,7 +369,9 @@ constexpr Definition kDefinitions[] = {
     {"Int4Linear3", {F, C, H, C, H, C, H}, 7, {F, F, F}, 3, 3, false, read_int4, compute_linear},
     {"Int4GatedLinear", {F, C, H, C, H}, 5, {F}, 1, 2, true, read_int4, compute_linear},
     {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
-    {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, compute_attention},
+    {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, attend<CacheType::fp32>},
+    {"Fp16CachedAttention", {F, F, F, H, H, kInt64, F, F}, 8, {F, H, H}, 3, 0, false, read_heads, attend<CacheType::fp16>},
+    {"Int8CachedAttention", {F, F, F, I, I, kInt64, F, F}, 8, {F, I, I}, 3, 0, false, read_heads, attend<CacheType::int8>},
     {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
 };
 

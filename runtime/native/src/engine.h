@@ -16,11 +16,13 @@
 
 namespace dlm {
 
-// A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch.
+// A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch; a row that has a scale has it behind.
 struct CacheLayer {
-  int32_t kv_heads, head_size, element_bytes;
+  int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
-  size_t row_bytes() const { return static_cast<size_t>(head_size) * static_cast<size_t>(element_bytes); }
+  size_t row_bytes() const {
+    return static_cast<size_t>(head_size) * static_cast<size_t>(element_bytes) + static_cast<size_t>(scale_bytes);
+  }
   size_t tensor_bytes(int32_t batch, int32_t rows) const {
     return static_cast<size_t>(batch) * static_cast<size_t>(kv_heads) * static_cast<size_t>(rows) * row_bytes();
   }

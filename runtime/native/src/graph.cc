@@ -24,7 +24,9 @@ std::string type_text(int32_t type, const Dims& dims) {
 
 }  // namespace
 
-size_t element_bytes(int32_t type) { return type == kInt64 ? 8 : type == kFloat16 || type == kBFloat16 ? 2 : 4; }
+size_t element_bytes(int32_t type) {
+  return type == kInt64 ? 8 : type == kInt8 ? 1 : type == kFloat16 || type == kBFloat16 ? 2 : 4;
+}
 
 std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const {
   std::array<int64_t, 4> out{};
@@ -53,10 +55,11 @@ Ports list_ports(const GraphSpec& graph, int64_t batch) {
   for (size_t i = 0; i < names.layers.size(); ++i) {
     const PortNames::Layer& layer = names.layers[i];
     const CacheLayer& cache = graph.cache[i];
+    const auto width = static_cast<int64_t>(cache.row_bytes()) / cache.element_bytes;
     for (const std::string* const name : {&layer.past_key, &layer.past_value})
-      ports.inputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kS, cache.head_size}});
+      ports.inputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kS, width}});
     for (const std::string* const name : {&layer.present_key, &layer.present_value})
-      ports.outputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kT, cache.head_size}});
+      ports.outputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kT, width}});
   }
   return ports;
 }

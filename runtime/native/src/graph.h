@@ -13,7 +13,7 @@
 namespace dlm {
 
 // TensorProto.DataType of ONNX, and ONNX Runtime's ONNXTensorElementDataType.
-enum ElementType : int32_t { kFloat = 1, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16 };
+enum ElementType : int32_t { kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16 };
 
 size_t element_bytes(int32_t type);
 

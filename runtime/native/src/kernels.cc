@@ -39,7 +39,10 @@ std::vector<KernelSet> find_kernel_sets() {
   const bool has_avx512_vnni =
       has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"), __builtin_cpu_supports("avx512dq"),
           __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512vnni"));
-  const bool has_avx2 = has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), __builtin_cpu_supports("f16c"));
+  // F16C is in leaf 1, AVX-VNNI in leaf 7, subleaf 1: older compilers do not know them by name.
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1) != 0;
+  const bool has_avx2 = has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
   const AmxHost host = read_amx_host(has_avx512_vnni, [] { return multiplies_rightly(kAmxKernels); });
   sets.push_back({kAmxKernels.name, &kAmxKernels, find_amx_refusal(host)});
@@ -48,8 +51,6 @@ std::vector<KernelSet> find_kernel_sets() {
 #endif
   sets.push_back(make_set(kAvx512Kernels, has_avx512_vnni, "AVX-512 with VNNI"));
 #ifdef DLM_AVX_VNNI
-  // Leaf 7, subleaf 1: older compilers do not know the feature by name.
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool has_avx_vnni = has_avx2 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
   sets.push_back(make_set(kAvxVnniKernels, has_avx_vnni, "AVX-VNNI"));
 #else

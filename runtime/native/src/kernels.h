@@ -31,6 +31,7 @@ constexpr int64_t kPairs = 2 * kDot;  // inputs whose INT4 codes share bytes: a 
 constexpr int64_t kGroup = 16;  // inputs of a column that share a scale in NVFP4
 constexpr int64_t kMostInputs = 1 << 16;  // of a linear layer: sums of so many products fit 32 bits
 constexpr int64_t kLargestHeadSize = 512;  // that attention takes
+constexpr int64_t kRowScaleBytes = 2;      // behind the codes of a row of an INT8 cache
 
 // Columns of a weight as stored: the last panel is filled up with zeros.
 constexpr int64_t padded_columns(int64_t columns) { return (columns + kPanel - 1) / kPanel * kPanel; }
@@ -78,15 +79,26 @@ struct Nvfp4Linear {
   float* y;
 };
 
+// How a cache holds a row, the D keys or values of one position and head: as floats, as fp16, or as codes with a scale behind
+// them (kernels_rows.h).
+enum class CacheType { fp32, fp16, int8 };
+
 // Attention of the new tokens over cached and new rows, both ways; q, k and v are [B, T, heads, D], not yet turned by position.
+// Cached rows are attended to as they are stored, new ones as they were computed.
 struct CachedAttention {
+  CacheType cache;
   const float *q, *k, *v;               // [B, T, H, D], [B, T, Hkv, D] twice
-  const float *past_keys, *past_values;  // [B, Hkv, S, D]
+  const void *past_keys, *past_values;  // [B, Hkv, S] rows
   const int64_t* positions;              // [B, T]
   const float *cos, *sin;                // [table_rows, D / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, table_rows;
   float* y;                               // [B, T, H, D]
-  float *present_keys, *present_values;  // [B, Hkv, T, D]
+  float *new_keys, *new_values;          // [B, Hkv, T, D]
+  void *present_keys, *present_values;   // [B, Hkv, T] rows; those of an fp32 cache are new_keys and new_values
+
+  int64_t row_bytes() const {
+    return cache == CacheType::fp32 ? 4 * head_size : cache == CacheType::fp16 ? 2 * head_size : head_size + kRowScaleBytes;
+  }
 
   // Whether every position has a row of the tables. The kernel must not run otherwise.
   bool is_in_table() const;

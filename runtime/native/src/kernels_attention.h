@@ -1,11 +1,12 @@
 // Attention over a cache.
 #pragma once
 
-#include "kernels_common.h"
+#include "kernels_rows.h"
 
 namespace {
 
-constexpr int kKeys = 64;  // whose scores are held at a time
+constexpr int kKeys = 64;          // whose scores are held at a time
+constexpr int64_t kWidened = 4096;  // numbers of stored rows that are held as floats at a time, in the first-level cache
 
 // x [D] turned by a row of the tables [D / 2], rotate-half.
 inline void turn(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
@@ -45,6 +46,20 @@ class Softmax {
       const int64_t count = least(kKeys, rows - from);
       score(keys + from * head_size_, count);
       weigh(values + from * head_size_, count);
+    }
+  }
+
+  // `rows` keys and values as a cache stores them.
+  template <class Rows>
+  void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
+    const int64_t together = least(kKeys, kWidened / head_size_), bytes = Rows::bytes(head_size_);
+    alignas(64) float wide[kWidened];
+    for (int64_t from = 0; from < rows; from += together) {
+      const int64_t count = least(together, rows - from);
+      for (int64_t j = 0; j < count; ++j) Rows::widen(keys + (from + j) * bytes, head_size_, wide + j * head_size_);
+      score(wide, count);
+      for (int64_t j = 0; j < count; ++j) Rows::widen(values + (from + j) * bytes, head_size_, wide + j * head_size_);
+      weigh(wide, count);
     }
   }
 
@@ -138,14 +153,44 @@ class Softmax {
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
 };
 
-// The new keys and values of one head in the cache's layout.
+// `count` new keys and values [count, D] as the cache stores them.
+template <class Rows>
+void store_rows(const float* keys, const float* values, int64_t count, int64_t D, uint8_t* stored_keys,
+                uint8_t* stored_values) {
+  for (int64_t t = 0; t < count; ++t) {
+    Rows::store(keys + t * D, D, stored_keys + t * Rows::bytes(D));
+    Rows::store(values + t * D, D, stored_values + t * Rows::bytes(D));
+  }
+}
+
+// The new keys and values of one head in the cache's layout, as computed and as stored.
 inline void keep_new_rows(const dlm::CachedAttention& a, int64_t b, int64_t kv_head) {
-  const int64_t D = a.head_size, half = D / 2, T = a.tokens;
+  const int64_t D = a.head_size, half = D / 2, T = a.tokens, cache = b * a.kv_heads + kv_head;
+  float *const keys = a.new_keys + cache * T * D, *const values = a.new_values + cache * T * D;
   for (int64_t t = 0; t < T; ++t) {
-    const int64_t from = ((b * T + t) * a.kv_heads + kv_head) * D, to = ((b * a.kv_heads + kv_head) * T + t) * D;
-    const int64_t position = a.positions[b * T + t];
-    turn(a.k + from, a.cos + position * half, a.sin + position * half, half, a.present_keys + to);
-    __builtin_memcpy(a.present_values + to, a.v + from, static_cast<size_t>(D) * sizeof(float));
+    const int64_t from = ((b * T + t) * a.kv_heads + kv_head) * D, position = a.positions[b * T + t];
+    turn(a.k + from, a.cos + position * half, a.sin + position * half, half, keys + t * D);
+    __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
+  }
+  if (a.cache == dlm::CacheType::fp32) return;
+  const int64_t offset = cache * T * a.row_bytes();
+  auto *const stored_keys = static_cast<uint8_t*>(a.present_keys) + offset;
+  auto *const stored_values = static_cast<uint8_t*>(a.present_values) + offset;
+  if (a.cache == dlm::CacheType::fp16) store_rows<Fp16Rows>(keys, values, T, D, stored_keys, stored_values);
+  else store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
+}
+
+// The cached keys and values of one head.
+template <class Attending>
+void add_past(const dlm::CachedAttention& a, int64_t cache, Attending& softmax) {
+  const int64_t S = a.cached, offset = cache * S * a.row_bytes();
+  const uint8_t *const keys = static_cast<const uint8_t*>(a.past_keys) + offset;
+  const uint8_t *const values = static_cast<const uint8_t*>(a.past_values) + offset;
+  switch (a.cache) {
+    case dlm::CacheType::fp32:
+      return softmax.add(reinterpret_cast<const float*>(keys), reinterpret_cast<const float*>(values), S);
+    case dlm::CacheType::fp16: return softmax.template add_stored<Fp16Rows>(keys, values, S);
+    case dlm::CacheType::int8: return softmax.template add_stored<Int8Rows>(keys, values, S);
   }
 }
 
@@ -153,7 +198,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, int64_t b, int64_t kv_h
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
-  const int64_t D = a.head_size, half = D / 2, T = a.tokens, S = a.cached, group = a.heads / a.kv_heads;
+  const int64_t D = a.head_size, half = D / 2, T = a.tokens, group = a.heads / a.kv_heads;
   const int64_t queries = T * group, tiles = (queries + kQueries - 1) / kQueries, caches = a.batch * a.kv_heads;
   if (tiles > 1) {  // whose tasks all read the new rows
     parallel.each(static_cast<size_t>(caches), [&](size_t i) {
@@ -177,8 +222,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       turn(a.q + offset(query), a.cos + position * half, a.sin + position * half, half, row);
       softmax.set_query(lane, row, scale);
     }
-    softmax.add(a.past_keys + cache * S * D, a.past_values + cache * S * D, S);
-    softmax.add(a.present_keys + cache * T * D, a.present_values + cache * T * D, T);
+    add_past(a, cache, softmax);
+    softmax.add(a.new_keys + cache * T * D, a.new_values + cache * T * D, T);
     for (int64_t query = first; query < last; ++query) softmax.get_result(query - first, a.y + offset(query));
   });
 }

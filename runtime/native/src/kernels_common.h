@@ -44,6 +44,27 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
+constexpr float kSmallestRow = 1e-30f;  // the least magnitude that a row is quantised by
+
+// The largest magnitude of a row, as the bits of its float: those of NaN and infinity are 0x7f800000 and above.
+inline int32_t largest_bits(const float* x, int64_t count) {
+  I largest = simd::izero();
+  const I sign = simd::iset(0x7fffffff);
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) largest = simd::imax(largest, simd::iand(simd::bits(simd::load(x + k)), sign));
+  int32_t lanes[kLanes];
+  simd::istore(lanes, largest);
+  int32_t bits = 0;
+  for (const int32_t lane : lanes) bits = lane > bits ? lane : bits;
+  for (; k < count; ++k) {
+    int32_t one;
+    __builtin_memcpy(&one, x + k, sizeof one);
+    one &= 0x7fffffff;
+    bits = one > bits ? one : bits;
+  }
+  return bits;
+}
+
 // How rows are cut into tiles of at most `most` that differ by one row at most.
 struct Tiles {
   int64_t count, small, larger;  // the first `larger` tiles have small + 1 rows

@@ -53,31 +53,18 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
       const int64_t inside = k & (kTogether - kDot);
       return codes + (k - inside) * stride + row * kTogether + inside;
     };
-    I largest = simd::izero();
-    const I sign = simd::iset(0x7fffffff);
-    int64_t k = 0;
-    for (; k + kLanes <= inputs; k += kLanes) largest = simd::imax(largest, simd::iand(simd::bits(simd::load(x + k)), sign));
-    int32_t lanes[kLanes];
-    simd::istore(lanes, largest);
-    int32_t bits = 0;  // of the largest magnitude; NaN and infinity are the largest of all
-    for (const int32_t lane : lanes) bits = lane > bits ? lane : bits;
-    for (; k < inputs; ++k) {
-      int32_t one;
-      __builtin_memcpy(&one, x + k, sizeof one);
-      one &= 0x7fffffff;
-      bits = one > bits ? one : bits;
-    }
+    const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
     if (bits >= 0x7f800000) {  // every output of the row is NaN: nothing is hidden
       scales[row] = __builtin_nanf("");
-      for (k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
+      for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
       for (int64_t group = 0; group < groups; ++group) offsets[group * stride + row] = 0;
       continue;
     }
-    if (amax < 1e-30f) amax = 1e-30f;
+    if (amax < kSmallestRow) amax = kSmallestRow;
     const float inverse = 127.0f / amax;
-    k = 0;
+    int64_t k = 0;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t end = least((group + 1) * group_size, inputs);
       int32_t sum = 0;
@@ -89,6 +76,7 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
         Codes::store_codes(stored, rounded);
         for (int i = 0; i < kLanes; i += kPiece) __builtin_memcpy(at(k + i), stored + i, kPiece * sizeof(Code));
       }
+      int32_t lanes[kLanes];
       simd::istore(lanes, sums);
       for (const int32_t lane : lanes) sum += lane;
       for (; k < end; ++k) {

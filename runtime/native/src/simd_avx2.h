@@ -1,4 +1,4 @@
-// Vectors of AVX2 with FMA, as kernels_body.h wants them; with VNNI in its 256-bit forms where the compiler may use it.
+// Vectors of AVX2 with FMA and F16C, as kernels_body.h wants them; with VNNI in its 256-bit forms if the compiler has it.
 #pragma once
 
 #include <immintrin.h>
@@ -17,7 +17,6 @@ using F = __m256;
 using I = __m256i;
 
 inline F load(const float* from) { return _mm256_loadu_ps(from); }
-inline F load_half(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
 inline void store(float* to, F x) { _mm256_storeu_ps(to, x); }
 inline F set(float x) { return _mm256_set1_ps(x); }
 inline F zero() { return _mm256_setzero_ps(); }
@@ -42,6 +41,15 @@ inline I bits(F x) { return _mm256_castps_si256(x); }
 inline F to_float(I x) { return _mm256_cvtepi32_ps(x); }
 inline I to_int(F x) { return _mm256_cvtps_epi32(x); }  // rounds half to even
 inline F power_of_two(I n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23)); }
+
+// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+inline F load_half(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+inline void store_half(uint16_t* to, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F load_codes(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
 
 // The lanes of `a` where x > y, else of b.
 inline F select_greater(F x, F y, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ)); }

@@ -17,9 +17,6 @@ using F = __m512;
 using I = __m512i;
 
 inline F load(const float* from) { return _mm512_loadu_ps(from); }
-inline F load_half(const uint16_t* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
 inline void store(float* to, F x) { _mm512_storeu_ps(to, x); }
 inline F set(float x) { return _mm512_set1_ps(x); }
 inline F zero() { return _mm512_setzero_ps(); }
@@ -44,6 +41,15 @@ inline I bits(F x) { return _mm512_castps_si512(x); }
 inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
 inline I to_int(F x) { return _mm512_cvtps_epi32(x); }  // rounds half to even
 inline F power_of_two(I n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23)); }
+
+// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+inline F load_half(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+inline void store_half(uint16_t* to, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F load_codes(const int8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
 
 // The lanes of `a` where x > y, else of b.
 inline F select_greater(F x, F y, F a, F b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a); }

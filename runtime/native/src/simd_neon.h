@@ -17,7 +17,6 @@ using F = float32x4_t;
 using I = int32x4_t;
 
 inline F load(const float* from) { return vld1q_f32(from); }
-inline F load_half(const uint16_t* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 inline void store(float* to, F x) { vst1q_f32(to, x); }
 inline F set(float x) { return vdupq_n_f32(x); }
 inline F zero() { return vdupq_n_f32(0.0f); }
@@ -42,6 +41,15 @@ inline I bits(F x) { return vreinterpretq_s32_f32(x); }
 inline F to_float(I x) { return vcvtq_f32_s32(x); }
 inline I to_int(F x) { return vcvtnq_s32_f32(x); }  // rounds half to even
 inline F power_of_two(I n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23)); }
+
+// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+inline F load_half(const uint16_t* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
+inline void store_half(uint16_t* to, F x) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+inline F load_codes(const int8_t* from) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
+}
 
 // The lanes of `a` where x > y, else of b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }

@@ -1,20 +1,116 @@
-// Attention over a cache, to a tolerance.
+// Attention over a cache, to a tolerance, and rows of the cache as they are stored.
 #include "kernels_test.h"
 
 namespace kernels_test {
 namespace {
 
+// ---- Rows of the cache ----
+
+using Bytes = std::vector<uint8_t>;
+using dlm::CacheType;
+
+constexpr CacheType kCaches[] = {CacheType::fp32, CacheType::fp16, CacheType::int8};
+
+// x to the nearest multiple of 2 ^ exponent, half to even, which a double holds exactly.
+double rounded_to(double x, int exponent) { return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent); }
+
+double read_half(const uint8_t* from) {
+  const int bits = from[0] | from[1] << 8, exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const double size = exponent == 31  ? (fraction == 0 ? kInfinity : kNan)
+                      : exponent == 0 ? std::ldexp(fraction, -24)
+                                      : std::ldexp(1024 + fraction, exponent - 25);
+  return bits >> 15 == 0 ? size : -size;
+}
+
+int64_t row_bytes(CacheType cache, int64_t D) {
+  dlm::CachedAttention of_this_size{};
+  of_this_size.cache = cache, of_this_size.head_size = D;
+  return of_this_size.row_bytes();
+}
+
+// Numbers of rows [rows, D] as they are stored.
+std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
+  std::vector<double> all;
+  for (auto at = stored.data(); at != stored.data() + stored.size(); at += row_bytes(cache, D))
+    for (int64_t d = 0; d < D; ++d) {
+      float one = 0;
+      if (cache == CacheType::fp32) std::memcpy(&one, at + 4 * d, sizeof one);
+      const auto byte = [&](int64_t i) { return static_cast<int8_t>(at[i]); };
+      const double scale = byte(D + 1) == 127 ? kInfinity : std::ldexp(128 + byte(D), byte(D + 1) + 1);
+      if (cache == CacheType::fp16) all.push_back(read_half(at + 2 * d));
+      else all.push_back(cache == CacheType::fp32 ? double{one} : byte(d) * scale);
+    }
+  return all;
+}
+
+// What rows [rows, D] are read back as: in fp16 each number alone, in INT8 codes of the least scale of 8 bits that is not below
+// amax / 127.
+std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
+  std::vector<double> all(x.begin(), x.end());
+  for (size_t from = 0; from < x.size() && cache != CacheType::fp32; from += static_cast<size_t>(D)) {
+    const auto first = all.begin() + static_cast<std::ptrdiff_t>(from), last = first + D;
+    float amax = 1e-30f;
+    bool is_finite = true;
+    for (auto one = first; one != last; ++one)
+      amax = std::max(amax, static_cast<float>(std::abs(*one))), is_finite &= std::isfinite(*one);
+    if (cache == CacheType::fp16) {
+      for (auto one = first; one != last; ++one) {
+        if (!std::isfinite(*one)) continue;
+        const double near = rounded_to(*one, std::max(std::ilogb(*one == 0 ? 1 : *one), -14) - 10);
+        *one = std::abs(near) < 65520 ? near : std::copysign(kInfinity, *one);
+      }
+      continue;
+    }
+    const double wanted = amax / 127.0f;
+    int exponent = std::ilogb(wanted) - 7;
+    if (wanted > std::ldexp(255, exponent)) ++exponent;
+    const auto scale = static_cast<float>(std::ldexp(std::ceil(std::ldexp(wanted, -exponent)), exponent));
+    for (auto one = first; one != last; ++one)
+      *one = is_finite ? std::nearbyint(static_cast<float>(*one) / scale) * scale : double{kNan};
+  }
+  return all;
+}
+
+// Rows of multiples of 2 ^ -5 below 4, which every cache holds exactly, and of NaN.
+Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
+  const auto size = static_cast<size_t>(D), bytes = static_cast<size_t>(row_bytes(cache, D));
+  const size_t element = cache == CacheType::fp32 ? 4 : cache == CacheType::fp16 ? 2 : 1;
+  Bytes stored(x.size() / size * bytes);
+  for (size_t i = 0; i < x.size(); ++i) {
+    uint8_t *const row = stored.data() + i / size * bytes, *const at = row + i % size * element;
+    if (cache == CacheType::fp32) {
+      std::memcpy(at, &x[i], sizeof x[i]);
+    } else if (cache == CacheType::fp16) {
+      const int exponent = x[i] == 0 ? 0 : std::ilogb(x[i]) + 15;
+      const int fraction = x[i] == 0 ? 0 : static_cast<int>(std::ldexp(std::abs(x[i]), 25 - exponent)) - 1024;
+      const int bits = std::isnan(x[i]) ? 0x7e00 : (std::signbit(x[i]) ? 0x8000 : 0) | exponent << 10 | fraction;
+      at[0] = static_cast<uint8_t>(bits), at[1] = static_cast<uint8_t>(bits >> 8);
+    } else {
+      if (i % size == 0) row[size] = 0, row[size + 1] = static_cast<uint8_t>(-5 - 7 - 1);
+      if (std::isnan(x[i])) std::memset(row, 0, size), row[size + 1] = 127;
+      if (row[size + 1] != 127) at[0] = static_cast<uint8_t>(static_cast<int>(std::ldexp(x[i], 5)));
+    }
+  }
+  return stored;
+}
+
+// ---- Attention ----
+
 struct Attention {
   int64_t B, T, S, H, G, D;  // G: heads of keys and values
+  CacheType cache = CacheType::fp32;
   int64_t table_rows = 50;
-  Floats q, k, v, past_keys, past_values, cos, sin;
+  Floats q, k, v, past_keys, past_values, cos, sin;  // past ones are multiples of 2 ^ -5 below 4
   std::vector<int64_t> positions;
-  Floats y, present_keys, present_values;
+  Floats y, new_keys, new_values;
+  Bytes stored_keys, stored_values, present_keys, present_values;
 
   Attention(Numbers& numbers, int64_t b, int64_t t, int64_t s, int64_t h, int64_t g, int64_t d)
       : B(b), T(t), S(s), H(h), G(g), D(d) {
     q = numbers.normals(B * T * H * D), k = numbers.normals(B * T * G * D), v = numbers.normals(B * T * G * D);
     past_keys = numbers.normals(B * G * S * D), past_values = numbers.normals(B * G * S * D);
+    for (Floats* const past : {&past_keys, &past_values})
+      for (float& one : *past) one = static_cast<float>(rounded_to(std::clamp(one, -3.9f, 3.9f), -5));
     for (int64_t i = 0; i < table_rows * D / 2; ++i) {
       const float angle = numbers.normal() * 3;
       cos.push_back(std::cos(angle)), sin.push_back(std::sin(angle));
@@ -25,10 +121,20 @@ struct Attention {
   }
 
   dlm::CachedAttention pass() {
-    y.assign(q.size(), 12345.0f), present_keys.assign(k.size(), 12345.0f), present_values.assign(v.size(), 12345.0f);
-    return {q.data(),   k.data(),   v.data(), past_keys.data(), past_values.data(), positions.data(), cos.data(),
-            sin.data(), B,          T,        S,                H,                  G,                D,
-            table_rows, y.data(),   present_keys.data(),        present_values.data()};
+    y.assign(q.size(), 12345.0f), new_keys.assign(k.size(), 12345.0f), new_values.assign(v.size(), 12345.0f);
+    stored_keys = store_rows(cache, past_keys, D), stored_values = store_rows(cache, past_values, D);
+    present_keys.assign(static_cast<size_t>(B * G * T * row_bytes(cache, D)), 99), present_values = present_keys;
+    const bool is_fp32 = cache == CacheType::fp32;
+    return {cache,
+            q.data(), k.data(), v.data(),
+            stored_keys.data(), stored_values.data(),
+            positions.data(),
+            cos.data(), sin.data(),
+            B, T, S, H, G, D, table_rows,
+            y.data(),
+            new_keys.data(), new_values.data(),
+            is_fp32 ? static_cast<void*>(new_keys.data()) : present_keys.data(),
+            is_fp32 ? static_cast<void*>(new_values.data()) : present_values.data()};
   }
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) { kernels.attention(pass(), parallel); }
 
@@ -87,10 +193,11 @@ constexpr double kAttentionTolerance = 5e-5;
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(5);
   InOrder in_order;
-  const auto check = [&](int64_t B, int64_t T, int64_t S, int64_t H, int64_t G, int64_t D) {
-    tally.about = kernels.name;
+  const auto check = [&](CacheType cache, int64_t B, int64_t T, int64_t S, int64_t H, int64_t G, int64_t D) {
+    tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache));
     for (const int64_t one : {B, T, S, H, G, D}) tally.about += " " + std::to_string(one);
     Attention attention(numbers, B, T, S, H, G, D);
+    attention.cache = cache;
     attention.run(kernels, in_order);
     CHECK(distance(attention.y, attention.expected(), 1) < kAttentionTolerance);
     for (int64_t b = 0; b < B; ++b)
@@ -98,52 +205,92 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
         for (int64_t t = 0; t < T; ++t) {
           const int64_t from = ((b * T + t) * G + g) * D, to = ((b * G + g) * T + t) * D;
           const auto cut = [D](const Floats& all, int64_t at) { return Floats(all.data() + at, all.data() + at + D); };
-          CHECK(same_bits(cut(attention.present_values, to), cut(attention.v, from)));
-          CHECK(distance(cut(attention.present_keys, to), attention.turned(attention.k, G, b, t, g), 1) < 2e-6);
+          CHECK(same_bits(cut(attention.new_values, to), cut(attention.v, from)));
+          CHECK(distance(cut(attention.new_keys, to), attention.turned(attention.k, G, b, t, g), 1) < 2e-6);
         }
+    if (cache == CacheType::fp32) return;
+    CHECK(read_rows(cache, attention.present_keys, D) == round_rows(cache, attention.new_keys, D));
+    CHECK(read_rows(cache, attention.present_values, D) == round_rows(cache, attention.new_values, D));
   };
-  for (const int64_t T : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 65})
-    for (const int64_t S : {0, 1, 7, 64, 131}) check(1, T, S, 2, 1, 20);
-  for (const int64_t D : {2, 4, 6, 10, 16, 32, 36, 64, 80, 96, 126, 128, 512}) check(1, 5, 9, 2, 2, D);
-  for (const int64_t G : {1, 2, 3, 6}) check(3, 9, 5, 6, G, 12);
-  check(2, 33, 70, 4, 2, 64);
+  for (const CacheType cache : kCaches) {
+    for (const int64_t T : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 65})
+      for (const int64_t S : {0, 1, 7, 64, 131}) check(cache, 1, T, S, 2, 1, 20);
+    for (const int64_t D : {2, 4, 6, 10, 16, 32, 36, 64, 80, 96, 126, 128, 512}) check(cache, 1, 5, 9, 2, 2, D);
+    for (const int64_t G : {1, 2, 3, 6}) check(cache, 3, 9, 5, 6, G, 12);
+    check(cache, 2, 33, 70, 4, 2, 64);
+    check(cache, 1, 3, 70, 1, 1, 512);
+  }
+}
+
+// Rows of any size, at the ends of what scales and codes reach; what is not finite stays in its row.
+void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(14);
+  InOrder in_order;
+  for (const CacheType cache : {CacheType::fp16, CacheType::int8})
+    for (const int64_t D : {2, 6, 20, 64, 130})
+      for (const float size : {0.0f, 1e-38f, 1e-31f, 1e-30f, 1e-7f, 6.1e-5f, 1.0f, 127.0f, 255.0f, 65519.0f, 65520.0f, 3.4e38f})
+        for (const float bad : {0.0f, kNan, -kNan, kInfinity, -kInfinity}) {
+          tally.about = std::string(kernels.name) + ", rows of " + std::to_string(D) + " up to " + std::to_string(size);
+          Attention attention(numbers, 1, 40, 0, 1, 1, D);
+          attention.cache = cache;
+          for (size_t i = 0; i < attention.v.size(); ++i) {
+            const float part = std::clamp(attention.v[i] / 3, -1.0f, 1.0f);
+            // Every fourth number is a multiple of a half of the step between two codes: the ties.
+            attention.v[i] = size * (i % 4 == 0 ? std::nearbyint(part * 254) / 254 : part);
+          }
+          for (int64_t t = 0; t < 40; ++t) attention.v[static_cast<size_t>(t * D + t % D)] = t % 2 == 0 ? size : -size;
+          if (bad != 0) attention.v[static_cast<size_t>(13 * D + 1)] = bad;
+          attention.run(kernels, in_order);
+          const std::vector<double> found = read_rows(cache, attention.present_values, D);
+          const std::vector<double> expected = round_rows(cache, attention.v, D);
+          for (size_t i = 0; i < found.size(); ++i)
+            CHECK(found[i] == expected[i] || (std::isnan(found[i]) && std::isnan(expected[i])));
+        }
 }
 
 void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(6);
   InOrder in_order;
-  for (const int64_t T : {1, 3, 40}) {
-    const int64_t B = 2, S = 70, H = 4, G = 2, D = 12;
-    tally.about = std::string(kernels.name) + ", " + std::to_string(T) + " tokens";
-    const auto check = [&](Attention& attention, auto is_bad) {
-      attention.run(kernels, in_order);
-      const std::vector<double> expected = attention.expected();
-      for (int64_t i = 0; i < B * T * H * D; ++i) {
-        const auto at = static_cast<size_t>(i);
-        CHECK(std::isnan(attention.y[at]) == is_bad(i / D / H / T, i / D / H % T, i / D % H, i % D));
-        CHECK(std::isnan(attention.y[at]) || std::abs(attention.y[at] - expected[at]) < kAttentionTolerance);
-      }
-    };
-    Attention query(numbers, B, T, S, H, G, D), key = query, cached = query, value = query;
-    query.q[static_cast<size_t>(((B - 1) * T * H + (T - 1) * H + 1) * D)] = kNan;
-    check(query, [&](int64_t b, int64_t t, int64_t h, int64_t) { return b == B - 1 && t == T - 1 && h == 1; });
-    key.k[static_cast<size_t>((T - 1) * G * D)] = kNan;
-    check(key, [&](int64_t b, int64_t, int64_t h, int64_t) { return b == 0 && h / 2 == 0; });
-    cached.past_keys[static_cast<size_t>((G + 1) * S * D + 66 * D + 3)] = kNan;
-    check(cached, [&](int64_t b, int64_t, int64_t h, int64_t) { return b == 1 && h / 2 == 1; });
-    value.past_values[static_cast<size_t>(G * S * D + 3 * D + 7)] = kNan;
-    check(value, [&](int64_t b, int64_t, int64_t h, int64_t d) { return b == 1 && h / 2 == 0 && d == 7; });
-  }
+  for (const CacheType cache : kCaches)
+    for (const int64_t T : {1, 3, 40}) {
+      const int64_t B = 2, S = 70, H = 4, G = 2, D = 12;
+      const bool by_rows = cache == CacheType::int8;  // of which one with NaN is NaN, whole
+      tally.about = std::string(kernels.name) + ", " + std::to_string(T) + " tokens";
+      const auto check = [&](Attention& attention, auto is_bad) {
+        attention.cache = cache;
+        attention.run(kernels, in_order);
+        const std::vector<double> expected = attention.expected();
+        for (int64_t i = 0; i < B * T * H * D; ++i) {
+          const auto at = static_cast<size_t>(i);
+          CHECK(std::isnan(attention.y[at]) == is_bad(i / D / H / T, i / D / H % T, i / D % H, i % D));
+          CHECK(std::isnan(attention.y[at]) || std::abs(attention.y[at] - expected[at]) < kAttentionTolerance);
+        }
+      };
+      Attention query(numbers, B, T, S, H, G, D), key = query, cached = query, value = query;
+      query.q[static_cast<size_t>(((B - 1) * T * H + (T - 1) * H + 1) * D)] = kNan;
+      check(query, [&](int64_t b, int64_t t, int64_t h, int64_t) { return b == B - 1 && t == T - 1 && h == 1; });
+      key.k[static_cast<size_t>((T - 1) * G * D)] = kNan;
+      check(key, [&](int64_t b, int64_t, int64_t h, int64_t) { return b == 0 && h / 2 == 0; });
+      cached.past_keys[static_cast<size_t>((G + 1) * S * D + 66 * D + 3)] = kNan;
+      check(cached, [&](int64_t b, int64_t, int64_t h, int64_t) { return b == 1 && h / 2 == 1; });
+      value.past_values[static_cast<size_t>(G * S * D + 3 * D + 7)] = kNan;
+      check(value, [&](int64_t b, int64_t, int64_t h, int64_t d) { return b == 1 && h / 2 == 0 && (by_rows || d == 7); });
+    }
 }
 
 void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels& kernels) {
   tally.about = kernels.name;
   Numbers numbers(10);
   Attention attention(numbers, 2, 40, 33, 4, 2, 20);
-  check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
-    attention.run(kernels, parallel);
-    return std::vector<Floats>{attention.y, attention.present_keys, attention.present_values};
-  });
+  for (const CacheType cache : kCaches) {
+    attention.cache = cache;
+    check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
+      attention.run(kernels, parallel);
+      const auto as_floats = [](const Bytes& bytes) { return Floats(bytes.begin(), bytes.end()); };
+      return std::vector<Floats>{attention.y, attention.new_keys, attention.new_values, as_floats(attention.present_keys),
+                                 as_floats(attention.present_values)};
+    });
+  }
 }
 
 }  // namespace
@@ -159,8 +306,10 @@ void test_positions_outside_the_tables_are_seen(Tally& tally) {
     CHECK(!other.pass().is_in_table());
   }
 }
+
 void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_shapes(tally, kernels);
+  test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);
   test_order_of_tasks_does_not_change_a_bit(tally, kernels);
 }

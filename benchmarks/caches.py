@@ -1,0 +1,123 @@
+"""What a cache in fp32, fp16 and int8 takes, how fast it is read, and what rounding costs.
+
+    python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7] [--json FILE]
+
+Memory and passes: a random denoiser of two layers with half the heads of LLaDA-8B (16 of 128) and int8 weights. Memory: one
+block of two passes over a canvas of each length, in a process of its own; a token takes 2 * layers * kv_heads * bytes
+of a row. Passes take turns in one process. Loss: builds of the demo, which judge rounding by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shapes import DEMO, ROOT, machine
+from timing import cell, interleave
+
+CACHES = ("fp32", "fp16", "int8")
+BLOCK_LENGTH, LONGEST, VOCABULARY = 32, 32_768, 8_192
+SHAPE = {"d_model": 2048, "n_layers": 2, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 1024}
+FOLDER = ROOT / "build" / "benchmarks"
+
+
+def build(source: Path, path: Path, *arguments: str) -> Path:
+    """Build a bundle once."""
+    if not path.is_dir():
+        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def bundle_of(cache: str) -> Path:
+    """The random denoiser over a cache."""
+    source = FOLDER / "checkpoint-caches"
+    if not source.is_dir():
+        import torch
+        from checkpoints import llada_config, write_checkpoint
+
+        ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
+        ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
+        partial = source.with_suffix(".partial")
+        write_checkpoint(partial, llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST), dtype=torch.bfloat16)
+        partial.rename(source)
+    fast = ("--precision", "int8", "--no-verify", "--calib-samples", "4", "--calib-states", "4")
+    return build(source, FOLDER / f"bundle-caches-{cache}", *fast, "--cache-dtype", cache)
+
+
+def held(cache: str, length: int, threads: int) -> dict[str, int]:
+    """Bytes of the cache, by formula and as the runtime counts them, and the peak of the process."""
+    import dlm_runtime
+    from dlm_export.bundle import network_of
+    from dlm_export.graph import CACHE_DTYPES
+    from dlm_export.network.spec import CACHE_ROWS
+    from dlm_export.planning.bench import peak_rss_bytes
+
+    with dlm_runtime.open(bundle_of(cache), threads=threads, check_hashes=False) as bundle:
+        fields: dict[str, Any] = {"cache": "dual", "block_length": BLOCK_LENGTH, "steps_per_block": 2, "stop": "none"}
+        given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - BLOCK_LENGTH)]
+        done = bundle.generate(tokens=given, max_new_tokens=BLOCK_LENGTH, **fields)
+        formula = network_of(bundle.manifest).cache_bytes(*CACHE_ROWS[CACHE_DTYPES[cache]]) * length
+    return {"formula_bytes": formula, "cache_bytes": done.cache_bytes, "peak_rss_bytes": peak_rss_bytes()}
+
+
+def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
+    """A pass over each cache, in turn; the best of three each time, as filling the cache goes before them."""
+    import dlm_runtime
+
+    opened = {cache: dlm_runtime.open(bundle_of(cache), threads=threads, check_hashes=False) for cache in CACHES}
+    return interleave({cache: lambda b=b: min(b.time_passes(*sizes, 3)) for cache, b in opened.items()}, rounds, warm_ups=1)
+
+
+def lost() -> dict[str, Any]:
+    """What rounding costs the demo: ``cache`` of accuracy.json."""
+    found = {}
+    for cache in CACHES[1:]:
+        arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")
+        bundle = build(DEMO, FOLDER / f"bundle-demo-cache-{cache}", *arguments)
+        found[cache] = json.loads((bundle / "accuracy.json").read_text())["cache"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="4096,16384")
+    parser.add_argument("--passes", default="32,4096,32;4,4096,4", help="T,S,R of passes, with semicolons")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # CACHE LENGTH: in the process of a run
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(held(arguments.one[0], int(arguments.one[1]), arguments.threads)))
+        return
+    told: dict[str, Any] = {"machine": machine(), "shape": SHAPE, "memory": [], "passes": [], "demo": lost()}
+    for cache, found in told["demo"].items():
+        for name in ("prefix", "dual"):
+            masked, frontier = found[name]["masked"], found[name]["frontier"]
+            flips = f"{frontier['flips']} of {frontier['committed']} commits flip"
+            print(f"demo {cache} {name:6}  cross-entropy {masked['ce_increase']:+.4%}, top-1 {masked['top1']:.3%}, {flips}")
+    for length in map(int, arguments.lengths.split(",")):
+        for cache in CACHES:
+            bundle_of(cache)
+            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--one", cache, str(length)]
+            row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            told["memory"].append({"cache": cache, "length": length} | row)
+            sizes = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**20:.1f} MiB" for name, value in row.items())
+            print(f"{length:6} tokens  {cache}  {sizes}", flush=True)
+    for text in arguments.passes.split(";"):
+        tokens, cached, rows = map(int, text.split(","))
+        found = timed((tokens, cached, rows), arguments.rounds, arguments.threads)
+        told["passes"].append({"tokens": tokens, "cached": cached, "rows": rows, "caches": found})
+        for cache, row in found.items():
+            print(f"T {tokens}, S {cached}, R {rows}  {cache}  {cell(row)} ms", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

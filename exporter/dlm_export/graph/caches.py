@@ -1,0 +1,59 @@
+"""The cache of a graph for a CPU in fewer bytes: attention whose cached rows are stored in fp16 or INT8 (``functions``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph.trace import Graph
+from dlm_export.network.spec import CACHE_ROWS
+from dlm_runtime.errors import DlmError, ExitCode
+
+ATTENTION = "CachedAttention"
+_CALLS = {"float16": f"Fp16{ATTENTION}", "int8": f"Int8{ATTENTION}"}
+_TYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "int8": ir.DataType.INT8,
+}
+
+
+class CacheError(DlmError):
+    """A graph whose attention takes no cache of this type."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
+    """The element type of a row as a port has it, and how many elements it has."""
+    element_bytes, scale_bytes = CACHE_ROWS[cache_dtype]
+    return _TYPES[cache_dtype], head_size + scale_bytes // element_bytes
+
+
+def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
+    """Rewrite a fused graph in place: its attention, and the ports of its cache. ``plain``: see ``Fused``.
+
+    Raises CacheError for attention that was not fused.
+    """
+    model = traced.model
+    for node in list(model.graph):
+        if node.op_type == "Attention":
+            path = node.metadata_props[LAYER_KEY]
+            raise CacheError(
+                f"--cache-dtype: the attention of {path} keeps plain operators, which read keys and values as they are "
+                f"computed ({plain[path]}). Leave --cache-dtype out."
+            )
+        if node.op_type == ATTENTION and node.domain == functions.DOMAIN:
+            node.op_type = _CALLS[cache_dtype]
+            for value in (*node.inputs[3:5], *node.outputs[1:]):
+                assert value is not None
+                assert value.shape is not None
+                head_size = value.shape[3]
+                assert isinstance(head_size, int)
+                dtype, width = row_of(cache_dtype, head_size)
+                value.type, value.shape = ir.TensorType(dtype), ir.Shape([*value.shape[:3], width])
+    functions.declare(model, _CALLS[cache_dtype])
+    del model.functions[functions.DOMAIN, ATTENTION, ""]

@@ -1,0 +1,396 @@
+"""Keys and values stored in fp16 and INT8: the encoding, the kernels, whole loops beside torch, and what is refused.
+
+The kernels alone, against plain loops, are tested natively: runtime/native/tests/kernels_test.cc.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from checkpoints import dream_config, write_checkpoint
+from click.testing import CliRunner
+from conftest import DEMO_CHECKPOINT
+from denoisers import load
+from engine_bundles import SMALL
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import helper
+from test_fuse import _network
+from test_kernels import kernels  # noqa: F401
+from test_parity import LOOPS
+
+import dlm_runtime
+from dlm_export import graph
+from dlm_export.build import BuildOptions, build
+from dlm_export.cli import main
+from dlm_export.graph import caches, functions, fuse, trace
+from dlm_export.network import reference
+from dlm_export.network.caches import read_back
+from dlm_runtime import BundleError, _native
+
+CALLS = {"float32": "CachedAttention", "float16": "Fp16CachedAttention", "int8": "Int8CachedAttention"}
+NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
+# Weights of a softmax within 2e-7, and sums of some hundred terms in another order.
+TOLERANCE = 2e-5
+
+
+def _model(op_type: str, kinds: list[int], outputs: list[int], **attributes: int) -> onnx.ModelProto:
+    """A graph of one call; inputs and outputs by their element types."""
+    names, made = [f"i{i}" for i in range(len(kinds))], [f"o{i}" for i in range(len(outputs))]
+    call = helper.make_node(op_type, names, made, domain=functions.DOMAIN, **attributes)
+    ports = [
+        [helper.make_tensor_value_info(*port, None) for port in zip(*side, strict=True)]
+        for side in ((names, kinds), (made, outputs))
+    ]
+    body = ir.to_proto(functions._DEFINITIONS[op_type]())
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(functions.DOMAIN, 1)]
+    return helper.make_model(helper.make_graph([call], "g", *ports), functions=[body], opset_imports=imports, ir_version=10)
+
+
+def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    if by_kernels:
+        options.register_custom_ops_library(_native.library()._name)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[np.ndarray] = session.run(None, {f"i{i}": value for i, value in enumerate(feeds)})
+    return found
+
+
+def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
+    """Rows ``[.., D]`` as they are stored, in plain numpy: of INT8 the least of all scales that suffices."""
+    if cache_dtype != "int8":
+        return rows.astype(NUMPY[cache_dtype])
+    out = np.zeros((*rows.shape[:-1], rows.shape[-1] + 2), np.int8)
+    m, e = np.meshgrid(np.arange(-128, 128), np.arange(-128, 127), indexing="ij")
+    scales = np.ldexp((128.0 + m), e + 1)
+    for at in np.ndindex(rows.shape[:-1]):
+        row = rows[at]
+        if not np.isfinite(row).all():
+            out[at][-1] = 127
+            continue
+        wanted = np.float32(max(np.abs(row).max(), 1e-30)) / np.float32(127)
+        # Of mantissas from 128 on: a smaller one is the same scale as a larger one with a lower exponent.
+        enough = np.where((scales >= wanted) & (m >= 0), scales, np.inf)
+        best = np.unravel_index(enough.argmin(), enough.shape)
+        codes = np.round(row / np.float32(scales[best]))
+        out[at] = [*codes, m[best], e[best]]
+    return out
+
+
+def _read(stored: np.ndarray, cache_dtype: str) -> np.ndarray:
+    if cache_dtype != "int8":
+        return stored.astype(np.float32)
+    wide = stored.astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        power = np.where(wide[..., -1:] == 127, np.inf, np.ldexp(np.float32(1), stored[..., -1:].astype(np.int32) + 1))
+        return (wide[..., :-2] * ((128 + wide[..., -2:-1]) * power)).astype(np.float32)
+
+
+# ---- The encoding ----
+
+ROWS = st.lists(st.lists(st.floats(width=32, allow_subnormal=False), min_size=6, max_size=6), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, power=st.integers(-110, 110), spread=st.integers(0, 9))
+def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
+    """Any floats, and rows around every power of two, where the exponent of a scale changes."""
+    near = np.random.default_rng(spread).uniform(-1, 1, (8, 6)).astype(np.float32)
+    near[:, 0] = np.float32(127 * 255) * (1 + np.arange(-4, 4, dtype=np.float32) * np.float32(2**-23))
+    near[:, 1:] *= 127 * 255
+    x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
+    x[np.abs(x) > 3.3e38] = np.inf  # where 127 times the scale above it is no float any more
+    body = functions._Body("Rows", "x")
+    stored = functions._store_int8(body, body.inputs[0])
+    function = body.function({"stored": stored, "read": functions._read_int8(body, stored)})
+    definitions = functions._DEFINITIONS | {"Rows": lambda: function}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "_DEFINITIONS", definitions)
+        model = _model("Rows", [onnx.TensorProto.FLOAT], [onnx.TensorProto.INT8, onnx.TensorProto.FLOAT])
+    found, back = _run(model, [x], by_kernels=False)
+    np.testing.assert_array_equal(found, _stored(x, "int8"))
+    np.testing.assert_array_equal(back, _read(found, "int8"))
+    np.testing.assert_array_equal(read_back(torch.from_numpy(x), "int8").numpy(), back)
+    amax = np.abs(x).max(-1, keepdims=True)
+    is_finite = np.isfinite(amax[:, 0])
+    assert np.isnan(back[~is_finite]).all()
+    # Half a step, which is a 127th of the largest number and up to a 128th of that more.
+    step = np.maximum(amax, np.float32(1e-30))[is_finite] / 127 * (1 + 1 / 128)
+    assert (np.abs(back - x)[is_finite] <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16", "float32"])
+def test_other_rows_are_rounded_by_number(cache_dtype: str) -> None:
+    x = torch.tensor([[1.0, 1 + 2**-11, 1 + 2**-9, -torch.inf, torch.nan, 70000.0]])
+    found = read_back(x, cache_dtype)
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found, x.to(getattr(torch, cache_dtype)).float())
+
+
+# ---- Functions and kernels ----
+
+
+def _pass(rng: np.random.Generator, cache_dtype: str, B: int, T: int, S: int, H: int, G: int, D: int) -> list[np.ndarray]:
+    """What a call is fed: tables whose turns are exact, so that both sides store the same keys."""
+    q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
+    past = [_stored(rng.normal(size=(B, G, S, D)).astype(np.float32), cache_dtype) for _ in range(2)]
+    angles = rng.integers(0, 4, (50, D // 2))
+    tables = [np.array(values, np.float32)[angles] for values in ([1, 0, -1, 0], [0, 1, 0, -1])]
+    return [q[..., : H * D], k, v, *past, rng.integers(0, 50, (B, T)), *tables]
+
+
+def _call(cache_dtype: str, heads: int, kv_heads: int) -> onnx.ModelProto:
+    kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
+    kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F]
+    return _model(CALLS[cache_dtype], kinds, [F, kind, kind], heads=heads, kv_heads=kv_heads)
+
+
+SHAPES = st.tuples(
+    st.integers(1, 2),
+    st.integers(1, 40),
+    st.integers(0, 90),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([2, 6, 16, 40, 128]),
+)
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=SHAPES, seed=st.integers(0, 99))
+def test_kernels_attend_as_the_functions_say(kernels: str, cache_dtype: str, shape: tuple[int, ...], seed: int) -> None:  # noqa: F811
+    B, T, S, G, group, D = shape
+    feeds = _pass(np.random.default_rng(seed), cache_dtype, B, T, S, G * group, G, D)
+    model = _call(cache_dtype, G * group, G)
+    by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
+    np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
+    for ours, theirs in zip(by_kernel[1:], by_function[1:], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_new_rows_are_attended_to_as_computed_and_stored_rounded(cache_dtype: str, by_kernels: bool) -> None:
+    feeds = _pass(np.random.default_rng(1), cache_dtype, 1, 5, 0, 2, 2, 16)
+    exact = _run(
+        _call("float32", 2, 2), [*feeds[:3], *[np.zeros((1, 2, 0, 16), np.float32)] * 2, *feeds[5:]], by_kernels=by_kernels
+    )
+    found = _run(_call(cache_dtype, 2, 2), feeds, by_kernels=by_kernels)
+    np.testing.assert_array_equal(found[0], exact[0])
+    for stored, computed in zip(found[1:], exact[1:], strict=True):
+        np.testing.assert_array_equal(stored, _stored(computed, cache_dtype))
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_what_is_not_finite_in_a_cached_row_reaches_every_result(cache_dtype: str, bad: float, by_kernels: bool) -> None:
+    feeds = _pass(np.random.default_rng(2), cache_dtype, 1, 3, 9, 2, 1, 8)
+    rows = np.random.default_rng(3).normal(size=(1, 1, 9, 8)).astype(np.float32)
+    rows[0, 0, 4, 3] = bad
+    feeds[4] = _stored(rows, cache_dtype)
+    y = _run(_call(cache_dtype, 2, 1), feeds, by_kernels=by_kernels)[0].reshape(3, 2, 8)
+    assert not np.isfinite(y[:, :, 3]).any()
+    others = np.delete(y, 3, axis=-1)
+    assert np.isnan(others).all() if cache_dtype == "int8" else np.isfinite(others).all()
+
+
+def test_a_call_of_another_row_size_is_refused(kernels: str) -> None:  # noqa: F811
+    for cache_dtype, wrong in (("int8", 0), ("int8", 4), ("float16", 2)):
+        feeds = _pass(np.random.default_rng(0), cache_dtype, 1, 3, 5, 2, 2, 16)
+        feeds[3:5] = [np.zeros((1, 2, 5, 16 + wrong), NUMPY[cache_dtype])] * 2
+        with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="do not fit each other"):
+            _run(_call(cache_dtype, 2, 2), feeds, by_kernels=True)
+
+
+# ---- Whole loops ----
+
+HEADS: dict[str, dict[str, Any] | None] = {
+    "llada": None,
+    "dream, 2 of 4": {},
+    "dream, 1 of 6": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the heads of their queries and keys."""
+    folder = tmp_path_factory.mktemp("heads")
+    found = {"llada": llada_checkpoint}
+    for number, (name, changes) in enumerate(HEADS.items()):
+        if changes is not None:
+            found[name] = write_checkpoint(folder / str(number), dream_config(**changes), seed=number)
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Bundles by checkpoint and cache; each build proves its parity."""
+    folder, found = tmp_path_factory.mktemp("caches"), {}
+    for number, (name, checkpoint) in enumerate(checkpoints.items()):
+        for cache in ("fp16", "int8"):
+            found[name, cache] = folder / f"{number}-{cache}"
+            build(checkpoint, found[name, cache], BuildOptions(cache_dtype=cache))
+    return found
+
+
+CACHED = [name for name, fields in LOOPS.items() if "cache" in name or "dream-block" in name]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("cache", ["fp16", "int8"])
+def test_both_loops_write_the_same_over_a_rounded_cache(
+    checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
+) -> None:
+    """A number between two codes may be stored as either by the two sides: a canvas in twenty may differ."""
+    denoiser, equal = load(checkpoints[name]), 0
+    cache_dtype = graph.CACHE_DTYPES[cache]
+    with dlm_runtime.open(built[name, cache], threads=1) as bundle:
+        assert bundle.manifest["loop"]["graph"]["cache_dtype"] == cache_dtype
+        for loop in CACHED:
+            fields = dict(LOOPS[loop])
+            policy = bundle.policy(fields.pop("preset")).with_fields({n: v for n, v in fields.items() if n != "steps"})
+            ours = bundle.generate(tokens=[3, 1, 4, 1, 5], max_new_tokens=24, steps=fields.get("steps", 0), **policy.as_dict())
+            rest = ([3, 1, 4, 1, 5], policy, 24, fields.get("steps", 0))
+            wanted = reference.generate(denoiser, *rest, cache_dtype=cache_dtype)
+            equal += (ours.tokens, ours.nfe) == (wanted.tokens, wanted.nfe)
+            if policy.cache != "none":
+                kv_heads = denoiser.network.layers[0].attention.kv_heads
+                row = {"fp16": 2 * 16, "int8": 16 + 2}[cache]
+                assert ours.cache_bytes == 2 * 2 * kv_heads * row * len(ours.tokens)
+    assert equal >= 0.95 * len(CACHED)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("cache", ["fp16", "int8"])
+def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
+    checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
+) -> None:
+    """What rounding does to logits is seen, and torch's rounding does the same."""
+    denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
+    ids = np.random.default_rng(5).integers(0, 150, 60)
+    feeds = {"input_ids": ids[None], "position_ids": np.arange(60)[None], "score_rows": np.arange(60)[None]}
+    for i, (kv_heads, head_size) in enumerate(denoiser.network.cache_shapes()):
+        width = caches.row_of(cache_dtype, head_size)[1]
+        nothing = np.zeros((1, kv_heads, 0, width), NUMPY[cache_dtype])
+        feeds |= {f"past_key.{i}": nothing, f"past_value.{i}": nothing}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(_native.library()._name)
+    session = onnxruntime.InferenceSession(built[name, cache] / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"])
+    names = [port.name for port in session.get_outputs()]
+    first = dict(zip(names, session.run(names, feeds), strict=True))
+    block = slice(20, 36)
+    feeds = {"input_ids": ids[None, block], "position_ids": np.arange(60)[None, block], "score_rows": np.arange(16)[None]}
+    kept = np.r_[0:20, 36:60]
+    for i in range(len(denoiser.network.layers)):
+        feeds |= {f"past_{kind}.{i}": first[f"present_{kind}.{i}"][:, :, kept] for kind in ("key", "value")}
+    found = session.run(["logits"], feeds)[0][0]
+    with torch.no_grad():
+        whole, positions = torch.from_numpy(ids)[None], torch.arange(60)[None]
+        _, presents = denoiser.hidden(whole, positions)
+        exact = [(keys[:, :, kept], values[:, :, kept]) for keys, values in presents]
+        rounded = [(read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in exact]
+        here = whole[:, block], positions[:, block]
+        expected, plain = (denoiser.project(denoiser.hidden(*here, past)[0][0]).numpy() for past in (rounded, exact))
+    lost = np.abs(plain - found).max()
+    # A code that flips is a step of one number; what rounding costs is half a step of all.
+    assert np.abs(expected - found).max() < 0.2 * lost
+    assert lost > 0
+
+
+def test_a_quantised_bundle_takes_a_rounded_cache(llada_checkpoint: Path, tmp_path: Path) -> None:
+    build(llada_checkpoint, tmp_path / "b", BuildOptions(precision="int8", cache_dtype="int8", quantise=SMALL))
+    with dlm_runtime.open(tmp_path / "b", threads=1) as bundle:
+        assert bundle.manifest["kernels"]["calls"]["Int8CachedAttention"] == 2
+        assert bundle.generate(tokens=[1, 2], max_new_tokens=16, cache="dual").cache_bytes == 2 * 2 * 4 * 18 * 18
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--cache-dtype", "int8", "--target", "rtx5090"), "--cache-dtype is for CPUs; on a GPU"),
+        (
+            (
+                "--cache-dtype",
+                "int4",
+            ),
+            "'int4' is not one of",
+        ),
+        (("--cache-dtype", "int8", "--precision", "fp16"), "--cache-dtype int8 is for graphs that compute in fp32"),
+        (("--cache-dtype", "fp32", "--precision", "fp16"), "keeps keys and values in fp16"),
+        (("--cache-dtype", "int8", "--plain-graph"), "--plain-graph is for GPUs"),
+    ],
+)
+def test_a_cache_that_is_not_to_be_had_is_refused(
+    llada_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(tmp_path / "b"), *arguments])
+    assert done.exit_code == 2
+    assert sentence in " ".join(done.output.split())
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_plain_graph_takes_no_rounded_cache(llada_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(dlm_runtime.DlmError, match="needs an operator of ours, which --plain-graph keeps out"):
+        build(llada_checkpoint, tmp_path / "b", BuildOptions(plain_graph=True, cache_dtype="int8"))
+
+
+def test_attention_that_has_no_kernel_takes_no_rounded_cache(llada_checkpoint: Path) -> None:
+    traced = trace.trace_pass(_network(llada_checkpoint), "fp32")
+    node = next(node for node in traced.model.graph if node.op_type == "Attention")
+    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+    with pytest.raises(
+        caches.CacheError, match=r"blocks\.0\.attention keeps plain operators.*is_causal = 1.*Leave --cache-dtype"
+    ):
+        fuse.fuse(traced, "int8")
+
+
+@pytest.mark.parametrize("claimed", ["float32", "float16"])
+def test_a_manifest_that_lies_about_the_cache_is_refused(
+    built: dict[tuple[str, str], Path], tmp_path: Path, claimed: str
+) -> None:
+    bundle = Path(shutil.copytree(built["llada", "int8"], tmp_path / "b"))
+    manifest: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())
+    manifest["loop"]["graph"]["cache_dtype"] = claimed
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=r'"past_key.0" is int8 \[any, 4, any, 18\], but the manifest makes it float'):
+        dlm_runtime.open(bundle)
+
+
+# ---- What rounding costs ----
+
+
+def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
+    """Passes over rounded rows against passes over exact ones: int8 costs more than fp16, and neither much."""
+    for cache in ("prefix", "dual"):
+        fp16, int8 = (demo_losses[name][cache]["masked"]["kl_mean"] for name in ("fp16", "int8"))
+        assert 0 < fp16 < int8 < 0.01
+        frontier = demo_losses["int8"][cache]["frontier"]
+        assert frontier["committed"] > 0
+        assert frontier["flip_rate"] < 0.05
+
+
+@pytest.fixture(scope="module")
+def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """``cache`` of accuracy.json of the demo, by what it is stored in."""
+    folder, found = tmp_path_factory.mktemp("demo"), {}
+    for cache in ("fp16", "int8"):
+        report = build(DEMO_CHECKPOINT, folder / cache, BuildOptions(cache_dtype=cache))
+        found[cache] = json.loads((folder / cache / "accuracy.json").read_text())["cache"]
+        assert found[cache] == report.cache
+        assert found[cache]["cache_dtype"] == graph.CACHE_DTYPES[cache]
+    return found
