@@ -1,14 +1,14 @@
-// The kernels for x86-64 with AMX for bytes: linear layers by its registers, the rest as with AVX-512 and VNNI, which all such
+// The kernels for x86-64 with AMX for bytes: linear layers by its registers, the rest by AVX-512 and VNNI, which all such
 // processors have.
 #include "matrix_amx.h"
 #include "simd_avx512.h"
-// after the vectors that they are written over
-#include "kernels_body.h"
+// after the registers and vectors that it is written over
 #include "kernels_matrix.h"
 
 namespace dlm {
 
-extern const Kernels kAmxKernels;
-const Kernels kAmxKernels = {"amx-int8", matrix_linear, nvfp4_linear, attention, candidates};
+extern const Kernels kAvx512Kernels, kAmxKernels;
+const Kernels kAmxKernels = {"amx-int8", matrix_linear<kAvx512Kernels>, kAvx512Kernels.nvfp4_linear, kAvx512Kernels.attention,
+                             kAvx512Kernels.candidates};
 
 }  // namespace dlm

@@ -295,7 +295,7 @@ void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch,
   run_product(product, parallel);
 }
 
-void linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
+inline void linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   if (layer.rows == 0) return;
   if (layer.group_size == 0)
     multiply_layer<simd::Int8>(layer, layer.inputs, scratch, parallel);

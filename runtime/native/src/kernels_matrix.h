@@ -222,10 +222,12 @@ void multiply_by_matrices(const dlm::Linear& layer, int64_t group_size, void* sc
   run_product(product, parallel);
 }
 
+// By the kernels of the same processors over vectors where it is not for registers.
+template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;
   if (layer.rows <= kFewRows || size > kUnpackedInputs || size % 32 != 0)
-    linear(layer, scratch, parallel);
+    kVectorKernels.linear(layer, scratch, parallel);
   else if (size == 0)
     multiply_by_matrices<MatrixInt8>(layer, layer.inputs, scratch, parallel);
   else if (size % 64 == 0)

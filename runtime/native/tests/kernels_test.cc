@@ -35,7 +35,7 @@ int main() {
 #endif
     for (const dlm::Kernels* const kernels : amx) {
       std::printf("%s\n", kernels->name);
-      test_linear(tally, *kernels);  // the rest is what AVX2 has
+      test_linear(tally, *kernels);  // they have nothing else
     }
     test_amx(tally, dlm::kAmxEmulated);
   }
