@@ -4,8 +4,9 @@
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 32,128,512] [--new 128,512] [--batch 1,4,8]
                                     [--rounds 3] [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Contestants take turns, round after round, each with all cores; the others are stopped meanwhile, so that threads that spin
-take nothing from it. Random denoisers run LLaDA's static loop, one token a pass, blocks of 32, the same NFE for all: with dual
+Contestants take turns, round after round; the others are stopped meanwhile, so that threads that spin take nothing from it. Each
+has the threads (all cores or half of them) and the OMP_WAIT_POLICY that a pass of its own was fastest by, measured before. One
+whose process ends is named with the reason, and the others go on. Random denoisers run LLaDA's static loop, one token a pass, blocks of 32, the same NFE for all: with dual
 cache here and in torch, over the whole canvas in llama.cpp, which keeps no cache for LLaDA. The trained demo runs each one's
 own best: threshold 0.9, with dual cache or without, and its answers are checked.
 """
@@ -16,10 +17,12 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import random
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -42,7 +45,8 @@ THRESHOLD = PRESETS["fast-dllm"].as_dict()
 NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
 KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
-WAIT_POLICY = os.environ.get("OMP_WAIT_POLICY", "passive")  # the same for all; torch and llama.cpp thread by OpenMP
+WAIT_POLICIES = ("passive", "active")  # OpenMP's, by which torch and llama.cpp thread
+TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass that settings are tried with
 QUICK = (*NATIVE_NAMES, "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
 DEMO_NEW = 64  # tokens of an answer of the demo, eos included, as examples/demo/evaluate.py asks for
@@ -58,14 +62,25 @@ class Scenario:
     batch: int
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How a contestant's threads are set."""
+
+    threads: int
+    wait: str
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads, {self.wait}"
+
+
 class Worker:
     """The process of one contestant, stopped between its turns."""
 
-    def __init__(self, name: str, size: str, threads: int) -> None:
+    def __init__(self, name: str, size: str, settings: Settings) -> None:
         self.log = ROOT / "build" / "benchmarks" / f"worker-{size}-{name}.log"
-        self.name = name
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), size, name, str(threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": WAIT_POLICY}
+        self.name, self.ended = name, ""
+        command = [sys.executable, str(Path(__file__).with_name("worker.py")), size, name, str(settings.threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": settings.wait}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
@@ -73,7 +88,9 @@ class Worker:
         self.about = self.ask(do="about")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """One request and its answer. Raises SystemExit if the process has died."""
+        """One request and its answer; ``not_offered`` with the reason once the process has ended."""
+        if self.ended:
+            return {"not_offered": self.ended}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.send_signal(signal.SIGCONT)
@@ -82,8 +99,11 @@ class Worker:
             self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            last = "\n".join(self.log.read_text().splitlines()[-12:])
-            raise SystemExit(f"{self.name} ended; the end of {self.log}:\n{last}")
+            status, last = self.process.wait(), self.log.read_text().splitlines()[-1:]
+            cause = signal.Signals(-status).name if status < 0 else f"with status {status}: {' '.join(last)}"
+            self.ended = f"its process ended, {cause}"
+            print(f"{self.name}: {self.ended}; {self.log} has what it said", file=sys.stderr)
+            return {"not_offered": self.ended}
         self.process.send_signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -94,16 +114,31 @@ class Worker:
         self.process.communicate()
 
 
+def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
+    """The fastest settings of a contestant, and the milliseconds of each that was tried; None where it ended."""
+    waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
+    tried = {}
+    for settings in (Settings(count, wait) for count in dict.fromkeys((threads, max(1, threads // 2))) for wait in waits):
+        with contextlib.closing(Worker(name, size, settings)) as worker:
+            answers = [worker.ask(do="pass", **TRIED) for _ in range(4)]
+        times = [answer["seconds"] for answer in answers[1:] if "seconds" in answer]
+        tried[settings] = statistics.median(times) * 1e3 if times else None
+    best = min(tried, key=lambda settings: math.inf if tried[settings] is None else tried[settings])
+    return best, {str(settings): ms for settings, ms in tried.items()}
+
+
 class Fleet:
-    """The workers of a size, in the order of their names."""
+    """The workers of a size, in the order of their names, each with the best ``settings`` of those ``tried``."""
 
     def __init__(self, names: list[str], size: str, threads: int) -> None:
         for name in names:
             prepare(name, size)
+        found = {name: settle(name, size, threads) for name in names}
+        self.settings = {name: {"chosen": str(best), "ms": tried} for name, (best, tried) in found.items()}
         self.workers: list[Worker] = []
         try:
             for name in names:
-                self.workers.append(Worker(name, size, threads))
+                self.workers.append(Worker(name, size, found[name][0]))
         except BaseException:
             self.close()
             raise
@@ -155,6 +190,8 @@ def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled:
 
     def turn(worker: Worker) -> float:
         answer = answers[worker.name] = worker.ask(**request, passes=sampled)
+        if worker.ended:
+            raise SystemExit(f"{worker.name}: {worker.ended}, in the middle of a generation")
         return float(answer["seconds"] * answer["nfe"] / answer["timed_passes"])
 
     for worker in workers:
@@ -188,12 +225,13 @@ def passes(workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: in
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """Share of the 256 rows of a half-masked canvas whose likeliest token is the first contestant's."""
+    """Share of the 256 rows of a half-masked canvas whose likeliest token is the first contestant's, of all that answered."""
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
     canvas = [numbers.randrange(1000) for _ in range(128)] + [mask] * 128
-    found = {worker.name: worker.ask(do="best_tokens", canvas=canvas)["tokens"] for worker in workers}
-    wanted = found[workers[0].name]
+    answers = {worker.name: worker.ask(do="best_tokens", canvas=canvas) for worker in workers}
+    found = {name: answer["tokens"] for name, answer in answers.items() if "tokens" in answer}
+    wanted = next(iter(found.values()))
     return {name: sum(a == b for a, b in zip(tokens, wanted, strict=True)) / len(wanted) for name, tokens in found.items()}
 
 
@@ -215,6 +253,8 @@ def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]
                 for line in lines[first : first + DEMO_TURN]:
                     prompt = tokenizer.encode(line["prompt"]).ids
                     answer = worker.ask(do="generate", prompts=[prompt], new=DEMO_NEW, policy=THRESHOLD, passes=None)
+                    if worker.ended:
+                        break
                     given = answer["canvases"][0][len(prompt) :]
                     call = given[: given.index(eos)] if eos in given else given
                     done[worker.name].append(
@@ -225,7 +265,10 @@ def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]
                             "right": _is_same_call(tokenizer.decode(call), line["completion"]),
                         }
                     )
+        rows |= {worker.name: {"not_offered": worker.ended} for worker in fleet.workers if worker.ended}
     for name, answers in done.items():
+        if name in rows:
+            continue
         total = {key: sum(answer[key] for answer in answers) for key in ("seconds", "nfe", "tokens", "right")}
         rows[name] = spread([answer["seconds"] for answer in answers]) | {
             "tokens_per_s": total["tokens"] / total["seconds"],
@@ -249,6 +292,7 @@ def measure(size: str, names: list[str], scenarios: list[Scenario], options: arg
     result: dict[str, Any] = {"size": size, "scenarios": [], "passes": []}
     with contextlib.closing(Fleet(names, size, options.threads)) as fleet:
         result["about"] = {worker.name: worker.about for worker in fleet.workers}
+        result["settings"] = fleet.settings
         for scenario in scenarios:
             rows = generations(fleet.workers, scenario, options.rounds, options.sampled_passes or None)
             result["scenarios"].append(asdict(scenario) | {"rows": rows})
@@ -308,7 +352,6 @@ def main() -> None:
         "machine": machine(),
         "threads": options.threads,
         "rounds": options.rounds,
-        "omp_wait_policy": WAIT_POLICY,
         "left_out": note,
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped workers would stay behind

@@ -58,6 +58,9 @@ def _processes(size: dict[str, Any]) -> str:
     first = size["scenarios"][0]
     lines = []
     for name, row in first["rows"].items():
+        if name not in size["agreement"]:
+            lines.append([name, *[""] * 7])
+            continue
         weights, agreement = size["about"][name]["weights_bytes"], f"{size['agreement'][name]:.3f}"
         if "not_offered" in row:
             lines.append([name, f"{weights / MIB:.0f}", "", "", "", "", "", agreement])
@@ -88,6 +91,19 @@ def _processes(size: dict[str, Any]) -> str:
     return title + table([*head, "same best token"], lines)
 
 
+def _settings(size: dict[str, Any]) -> str:
+    """By what settings of threads and of OMP_WAIT_POLICY each contestant was run, and what a pass took by others."""
+
+    def shown(ms: float | None) -> str:
+        return "ended" if ms is None else f"{ms:.1f}"
+
+    rows = [
+        [name, found["chosen"], ", ".join(f"{settings}: {shown(ms)}" for settings, ms in found["ms"].items())]
+        for name, found in size["settings"].items()
+    ]
+    return f"### Settings, {size['size']}: ms of a pass of 64 tokens\n\n" + table(["", "chosen", "tried"], rows)
+
+
 def _demo(rows: Rows) -> str:
     head = ["", "ms a command", "tokens/s", "NFE a command", "exact match", "ratio"]
     lines = [
@@ -112,15 +128,15 @@ def markdown(result: dict[str, Any]) -> str:
     facts = {name: machine[name] for name in ("python", "torch", "onnxruntime")}
     for size in result["sizes"]:
         for about in size["about"].values():
-            facts |= about["facts"]
+            facts |= about.get("facts", {})
     named = ", ".join(f"{key} {value}" for key, value in facts.items())
     hardware = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.1f} GiB"
-    how = f"{result['threads']} threads, {result['rounds']} rounds, OMP_WAIT_POLICY {result['omp_wait_policy']}"
+    how = f"at most {result['threads']} threads, {result['rounds']} rounds"
     parts = [f"`{result['command']}`, {result['date']}, {hardware}, {how}; {named}. Ratios (x) are times over native-int8's."]
     if result["left_out"]:
         parts.append(result["left_out"])
     for size in result["sizes"]:
-        parts += [_generations(size), _passes(size), _processes(size)]
+        parts += [_settings(size), _generations(size), _passes(size), _processes(size)]
     if result["demo"]:
         parts.append(_demo(result["demo"]))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
