@@ -124,6 +124,9 @@ struct Profile {
   Sizes tokens, cached, rows;
 };
 
+// A compute capability as people write it: 89 as "8.9".
+inline std::string sm_text(int32_t sm) { return std::to_string(sm / 10) + "." + std::to_string(sm % 10); }
+
 // One of a bundle's TensorRT engines; the manifest says it.
 struct EngineSpec {
   std::string target, path, builder, version;  // builder: "tensorrt" or "tensorrt_rtx"

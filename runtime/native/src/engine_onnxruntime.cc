@@ -132,8 +132,8 @@ class OnnxRuntime final : public HostEngine {
   std::string description() const override {
     const std::string name = "onnxruntime " + library_.version;
     if (!device_) return name + " (CPU" + (kernels_.empty() ? "" : ", ") + kernels_ + ")";
-    return name + " (" + provider_->label + ", " + device_->name() + ", SM " + std::to_string(device_->sm() / 10) + "." +
-           std::to_string(device_->sm() % 10) + (left_.empty() ? "" : "; not run there: " + left_) + ")";
+    return name + " (" + provider_->label + ", " + device_->name() + ", SM " + sm_text(device_->sm()) +
+           (left_.empty() ? "" : "; not run there: " + left_) + ")";
   }
 
   std::unique_ptr<Context> open_context() override {
@@ -220,14 +220,14 @@ class OnnxRuntime final : public HostEngine {
   const ort::Api& api() const { return library_.api; }
   size_t layers() const { return graph_.cache.size(); }
 
+  using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
+
   void open_session(int threads, const ProviderChoice& provider) {
-    Owned<OrtSessionOptions, ort::ReleaseSessionOptions> options(api());
+    SessionOptions options(api());
     set_up(options, threads);
     if (provider.is_gpu()) open_on_device(options, provider);
-    else set_up_processor(options), create_session(options);
+    else set_up_processor(options), check_session(try_session(options));
   }
-
-  using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
 
   void set(OrtStatus* reported) const { check(api(), reported, "setting up ONNX Runtime"); }
 
@@ -273,8 +273,6 @@ class OnnxRuntime final : public HostEngine {
   void check_session(OrtStatus* reported) {
     check(api(), reported, path_ + ": onnxruntime " + library_.version, load_failure(api(), reported));
   }
-
-  void create_session(const SessionOptions& options) { check_session(try_session(options)); }
 
   // Nothing is left to the CPU in silence: the library refuses that, and is then asked what it would have left, which takes the
   // session that may.

@@ -1,5 +1,5 @@
-// What the TensorRT engine decides without a GPU, as pure functions: which engine fits, which profile a pass takes, how its
-// sizes are rounded, and where the buffers of a session lie.
+// What the TensorRT engine decides without a GPU, as pure functions: which engine fits, which profile a pass takes, and how its
+// sizes are rounded.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,6 @@ struct Platform {
   int32_t sm;                    // 89 = 8.9
   std::string builder, version;  // of the loaded library: "tensorrt", "10.14.1.48"
 };
-
-inline std::string sm_text(int32_t sm) { return std::to_string(sm / 10) + "." + std::to_string(sm % 10); }
 
 // Why the engine does not run there; "" if it does.
 inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
