@@ -6,7 +6,9 @@ pass sees: a canvas equals the callback engine's only if all of them reached the
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,12 +16,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_native import HAS_MOCKS, run, sanitized, tool  # noqa: F401
+from test_native import HAS_MOCKS, SOURCE, run, sanitized, tool  # noqa: F401
 from test_native_tensorrt import LAYERS, MASK, MIXED, TOP_K, VOCABULARY, Drive, drive, write_bundle  # noqa: F401
 
 import dlm_runtime
 from dlm_export.cli import main
-from dlm_runtime import providers
+from dlm_runtime import _native, providers
 
 # ruff: noqa: F811
 TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # ONNXTensorElementDataType
@@ -377,6 +379,67 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(tmp_path: Path, monkeyp
     assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
 
 
+# ---- The library itself ----
+
+
+def _slot(name: str) -> int:
+    text = (SOURCE / "src" / "ort_api.h").read_text()
+    found = re.search(rf"using {name} = Entry<(\d+),", text)
+    assert found is not None, name
+    return int(found[1])
+
+
+class _Base(ctypes.Structure):
+    _fields_ = (
+        ("get_api", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)),
+        ("get_version", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+    )
+
+
+def test_placement_is_read_back_from_the_installed_library_by_our_slots(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")
+    path = _native.onnxruntime_library()
+    assert path is not None
+    library = ctypes.CDLL(path)
+    library.OrtGetApiBase.restype = ctypes.POINTER(_Base)
+    table = ctypes.cast(library.OrtGetApiBase().contents.get_api(24), ctypes.POINTER(ctypes.c_void_p))
+    pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+
+    def call(name: str, *arguments: object, kinds: tuple[type, ...], result: type | None = pointer) -> None:
+        status = ctypes.CFUNCTYPE(result, *kinds)(table[_slot(name)])(*arguments)
+        assert not status, name
+
+    def named(name: str, of: object) -> str:
+        out = text()
+        call(name, of, ctypes.byref(out), kinds=(pointer, pointer))
+        return (out.value or b"").decode()
+
+    env, options, session, parts, count = pointer(), pointer(), pointer(), ctypes.POINTER(pointer)(), size()
+    call("CreateEnv", 4, b"test", ctypes.byref(env), kinds=(ctypes.c_int, text, pointer))
+    call("CreateSessionOptions", ctypes.byref(options), kinds=(pointer,))
+    recorded = (b"session.record_ep_graph_assignment_info", b"1")
+    call("AddSessionConfigEntry", options, *recorded, kinds=(pointer, text, text))
+    file = str(llada_bundle / "denoiser.onnx").encode()
+    call("CreateSession", env, file, options, ctypes.byref(session), kinds=(pointer, text, pointer, pointer))
+    call("GetPlacement", session, ctypes.byref(parts), ctypes.byref(count), kinds=(pointer, pointer, pointer))
+    assert count.value > 10
+    found = set()
+    for part in parts[: count.value]:
+        assert named("PlacementGetProvider", part) == "CPUExecutionProvider"
+        nodes, nodes_count = ctypes.POINTER(pointer)(), size()
+        call("PlacementGetNodes", part, ctypes.byref(nodes), ctypes.byref(nodes_count), kinds=(pointer, pointer, pointer))
+        for node in nodes[: nodes_count.value]:
+            assert named("PlacedNodeGetDomain", node) in ("", "com.microsoft")
+            assert named("PlacedNodeGetName", node)
+            found.add(named("PlacedNodeGetOperator", node))
+    assert {"MatMul", "Gather"} <= found
+    releases = (("ReleaseSession", session), ("ReleaseSessionOptions", options), ("ReleaseEnv", env))
+    for name, made in releases:
+        call(name, made, kinds=(pointer,), result=None)
+
+
 # ---- From the command line ----
 
 
@@ -396,7 +459,13 @@ import sys
 import dlm_runtime
 with dlm_runtime.open(sys.argv[1], provider="cuda", allow_fallback=True) as bundle:
     print(bundle.engine)
-    print(bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, block_length=4, cache="dual").tokens)
+    request = dict(tokens=[1, 2, 3], max_new_tokens=8, block_length=4, cache="dual")
+    whole = bundle.generate(**request).tokens
+    left = bundle.stream(**request)
+    next(left)  # one pass, whose keys and values stay on the device
+    left.close()
+    assert bundle.generate(**request).tokens == whole
+    print(whole)
 """
 
 
