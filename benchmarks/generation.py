@@ -4,11 +4,12 @@
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 32,128,512] [--new 128,512] [--batch 1,4,8]
                                     [--rounds 3] [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Contestants take turns, round after round; the others are stopped meanwhile, so that threads that spin take nothing from it. Each
-has the threads (all cores or half of them) and the OMP_WAIT_POLICY that a pass of its own was fastest by, measured before. One
-whose process ends is named with the reason, and the others go on. Random denoisers run LLaDA's static loop, one token a pass, blocks of 32, the same NFE for all: with dual
-cache here and in torch, over the whole canvas in llama.cpp, which keeps no cache for LLaDA. The trained demo runs each one's
-own best: threshold 0.9, with dual cache or without, and its answers are checked.
+Contestants take turns, round after round; the others are stopped meanwhile, so that threads that spin take nothing from it.
+Each has the threads (all cores or half of them) and the OMP_WAIT_POLICY that a pass of its own was fastest by, measured before.
+One whose process ends is named with the reason, and the others go on. Random denoisers run LLaDA's static loop, one token a
+pass, blocks of 32, the same NFE for all: with dual cache here and in torch, over the whole canvas in llama.cpp, which keeps no
+cache for LLaDA. The trained demo runs each one's own best: threshold 0.9, with dual cache or without, and its answers are
+checked.
 """
 
 from __future__ import annotations
