@@ -2,9 +2,9 @@
 
     python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7] [--json FILE]
 
-Memory and passes: a random denoiser of two layers with half the heads of LLaDA-8B (16 of 128) and int8 weights. Memory: one
-block of two passes over a canvas of each length, in a process of its own; a token takes 2 * layers * kv_heads * bytes
-of a row. Passes take turns in one process. Loss: builds of the demo, which judge rounding by itself.
+Memory and passes: random denoisers of two layers with int8 weights and heads of 128, four and sixteen of them. Memory: one
+block of two passes over a canvas of each length, in a process of its own; a token takes 2 * layers * kv_heads * bytes of a row.
+Passes take turns in one process. Loss: builds of the demo, which judge rounding by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from timing import cell, interleave
 
 CACHES = ("fp32", "fp16", "int8")
 BLOCK_LENGTH, LONGEST, VOCABULARY = 32, 32_768, 8_192
-SHAPE = {"d_model": 2048, "n_layers": 2, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 1024}
+HEADS = {"memory": 4, "passes": 16}
 FOLDER = ROOT / "build" / "benchmarks"
 
 
@@ -33,20 +33,21 @@ def build(source: Path, path: Path, *arguments: str) -> Path:
     return path
 
 
-def bundle_of(cache: str) -> Path:
-    """The random denoiser over a cache."""
-    source = FOLDER / "checkpoint-caches"
+def bundle_of(purpose: str, cache: str) -> Path:
+    """The random denoiser for a key of ``HEADS``, over a cache."""
+    source, heads = FOLDER / f"checkpoint-caches-{purpose}", HEADS[purpose]
     if not source.is_dir():
         import torch
         from checkpoints import llada_config, write_checkpoint
 
         ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
         ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
+        shape = {"d_model": 128 * heads, "n_layers": 2, "n_heads": heads, "n_kv_heads": heads, "mlp_hidden_size": 64 * heads}
         partial = source.with_suffix(".partial")
-        write_checkpoint(partial, llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST), dtype=torch.bfloat16)
+        write_checkpoint(partial, llada_config(**shape, **ids, **ends, max_sequence_length=LONGEST), dtype=torch.bfloat16)
         partial.rename(source)
     fast = ("--precision", "int8", "--no-verify", "--calib-samples", "4", "--calib-states", "4")
-    return build(source, FOLDER / f"bundle-caches-{cache}", *fast, "--cache-dtype", cache)
+    return build(source, FOLDER / f"bundle-caches-{purpose}-{cache}", *fast, "--cache-dtype", cache)
 
 
 def held(cache: str, length: int, threads: int) -> dict[str, int]:
@@ -57,7 +58,7 @@ def held(cache: str, length: int, threads: int) -> dict[str, int]:
     from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.planning.bench import peak_rss_bytes
 
-    with dlm_runtime.open(bundle_of(cache), threads=threads, check_hashes=False) as bundle:
+    with dlm_runtime.open(bundle_of("memory", cache), threads=threads, check_hashes=False) as bundle:
         fields: dict[str, Any] = {"cache": "dual", "block_length": BLOCK_LENGTH, "steps_per_block": 2, "stop": "none"}
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - BLOCK_LENGTH)]
         done = bundle.generate(tokens=given, max_new_tokens=BLOCK_LENGTH, **fields)
@@ -69,7 +70,7 @@ def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, d
     """A pass over each cache, in turn; the best of three each time, as filling the cache goes before them."""
     import dlm_runtime
 
-    opened = {cache: dlm_runtime.open(bundle_of(cache), threads=threads, check_hashes=False) for cache in CACHES}
+    opened = {cache: dlm_runtime.open(bundle_of("passes", cache), threads=threads, check_hashes=False) for cache in CACHES}
     return interleave({cache: lambda b=b: min(b.time_passes(*sizes, 3)) for cache, b in opened.items()}, rounds, warm_ups=1)
 
 
@@ -95,7 +96,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(held(arguments.one[0], int(arguments.one[1]), arguments.threads)))
         return
-    told: dict[str, Any] = {"machine": machine(), "shape": SHAPE, "memory": [], "passes": [], "demo": lost()}
+    told: dict[str, Any] = {"machine": machine(), "heads": HEADS, "memory": [], "passes": [], "demo": lost()}
     for cache, found in told["demo"].items():
         for name in ("prefix", "dual"):
             masked, frontier = found[name]["masked"], found[name]["frontier"]
@@ -103,7 +104,7 @@ def main() -> None:
             print(f"demo {cache} {name:6}  cross-entropy {masked['ce_increase']:+.4%}, top-1 {masked['top1']:.3%}, {flips}")
     for length in map(int, arguments.lengths.split(",")):
         for cache in CACHES:
-            bundle_of(cache)
+            bundle_of("memory", cache)
             command = [sys.executable, __file__, "--threads", str(arguments.threads), "--one", cache, str(length)]
             row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             told["memory"].append({"cache": cache, "length": length} | row)

@@ -30,9 +30,10 @@ from test_parity import LOOPS
 
 import dlm_runtime
 from dlm_export import graph
-from dlm_export.build import BuildOptions, build
+from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.graph import caches, functions, fuse, trace
+from dlm_export.judging.rounds import Effort
 from dlm_export.network import reference
 from dlm_export.network.caches import read_back
 from dlm_runtime import BundleError, _native
@@ -41,6 +42,7 @@ CALLS = {"float32": "CachedAttention", "float16": "Fp16CachedAttention", "int8":
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
 # Weights of a softmax within 2e-7, and sums of some hundred terms in another order.
 TOLERANCE = 2e-5
+UNJUDGED = QuantiseOptions(effort=Effort("none"))
 
 
 def _model(op_type: str, kinds: list[int], outputs: list[int], **attributes: int) -> onnx.ModelProto:
@@ -240,7 +242,7 @@ def built(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     for number, (name, checkpoint) in enumerate(checkpoints.items()):
         for cache in ("fp16", "int8"):
             found[name, cache] = folder / f"{number}-{cache}"
-            build(checkpoint, found[name, cache], BuildOptions(cache_dtype=cache))
+            build(checkpoint, found[name, cache], BuildOptions(cache_dtype=cache, quantise=UNJUDGED))
     return found
 
 
@@ -316,6 +318,27 @@ def test_a_quantised_bundle_takes_a_rounded_cache(llada_checkpoint: Path, tmp_pa
         assert bundle.generate(tokens=[1, 2], max_new_tokens=16, cache="dual").cache_bytes == 2 * 2 * 4 * 18 * 18
 
 
+# ---- What a token takes ----
+
+
+def test_inspect_and_plan_tell_what_a_token_takes(built: dict[tuple[str, str], Path], llada_checkpoint: Path) -> None:
+    rows = 2 * 2 * 4  # keys and values, layers, heads of 16
+    sizes = {"fp32": rows * 16 * 4, "fp16": rows * 16 * 2, "int8": rows * 18}
+
+    def told(*arguments: str) -> str:
+        done = CliRunner().invoke(main, list(arguments))
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert json.loads(told("inspect", str(llada_checkpoint), "--json"))["cache_bytes_per_token"] == sizes
+    planned = json.loads(told("plan", str(built["llada", "int8"]), "--targets", "cpu", "--json"))
+    assert list(planned["cache_bytes_per_token"].values()) == [sizes]
+    line = "a token on a CPU, by --cache-dtype: fp32 1.0 KiB, fp16 512 B, int8 288 B"
+    assert line in told("inspect", str(llada_checkpoint))
+    assert line in told("plan", str(built["llada", "int8"]), "--targets", "cpu")
+    assert "int8 cache, 288 B a token" in told("inspect", str(built["llada", "int8"]))
+
+
 # ---- What is refused ----
 
 
@@ -368,6 +391,17 @@ def test_a_manifest_that_lies_about_the_cache_is_refused(
     manifest["loop"]["graph"]["cache_dtype"] = claimed
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match=r'"past_key.0" is int8 \[any, 4, any, 18\], but the manifest makes it float'):
+        dlm_runtime.open(bundle)
+
+
+def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(built["llada", "int8"], tmp_path / "b"))
+    manifest: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())
+    manifest["loop"]["graph"]["device_file"] = "denoiser.onnx"
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        BundleError, match=r"cache_dtype: keys and values in int8 are for CPUs, and the bundle has a device_file"
+    ):
         dlm_runtime.open(bundle)
 
 
