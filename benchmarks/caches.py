@@ -67,11 +67,11 @@ def held(cache: str, length: int, threads: int) -> dict[str, int]:
 
 
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """A pass over each cache, in turn; the best of three each time, as filling the cache goes before them."""
+    """A pass over each cache, in turn; the best of ten each time, as filling the cache goes before them."""
     import dlm_runtime
 
     opened = {cache: dlm_runtime.open(bundle_of("passes", cache), threads=threads, check_hashes=False) for cache in CACHES}
-    return interleave({cache: lambda b=b: min(b.time_passes(*sizes, 3)) for cache, b in opened.items()}, rounds, warm_ups=1)
+    return interleave({cache: lambda b=b: min(b.time_passes(*sizes, 10)) for cache, b in opened.items()}, rounds, warm_ups=1)
 
 
 def lost() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def lost() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="4096,16384")
+    parser.add_argument("--lengths", default="4096,16384", help="of canvases, with commas; empty: none")
     parser.add_argument("--passes", default="32,4096,32;4,4096,4", help="T,S,R of passes, with semicolons")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
@@ -102,7 +102,7 @@ def main() -> None:
             masked, frontier = found[name]["masked"], found[name]["frontier"]
             flips = f"{frontier['flips']} of {frontier['committed']} commits flip"
             print(f"demo {cache} {name:6}  cross-entropy {masked['ce_increase']:+.4%}, top-1 {masked['top1']:.3%}, {flips}")
-    for length in map(int, arguments.lengths.split(",")):
+    for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
             bundle_of("memory", cache)
             command = [sys.executable, __file__, "--threads", str(arguments.threads), "--one", cache, str(length)]
