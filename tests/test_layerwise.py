@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -38,13 +39,20 @@ class Made:
     folder: Path
     numbers: Quantisation
     base: str
-    is_simulated: bool
+    graph: dict[str, Any]
 
     def check(self) -> Parity:
         network = self.numbers.parameters.network
         taps = find_taps(trace.trace_pass(network, self.base))
         return layerwise.check_layers(
-            self.folder, network, self.numbers, self.base, taps, is_simulated=self.is_simulated, on_done=lambda: None
+            self.folder,
+            network,
+            self.numbers,
+            self.base,
+            taps,
+            cache_dtype=self.graph["cache_dtype"],
+            is_simulated=self.graph["simulated"],
+            on_done=lambda: None,
         )
 
 
@@ -53,8 +61,8 @@ def make(checkpoint: Path, output: Path, precision: str, target: str = "cpu", ac
     build(checkpoint, output, options)
     job = check_job(check_request(options), open_source(checkpoint))
     numbers = quantise(job, None, Workplace(), Stages()).numbers
-    simulated = json.loads((output / "manifest.json").read_text())["loop"]["graph"]["simulated"]
-    return Made(output, numbers, job.base, simulated)
+    graph = json.loads((output / "manifest.json").read_text())["loop"]["graph"]
+    return Made(output, numbers, job.base, graph)
 
 
 @pytest.fixture

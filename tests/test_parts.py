@@ -23,7 +23,7 @@ SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sam
 
 def _pass(network: NetworkSpec, canvases: int = 2) -> dict[str, onnxruntime.OrtValue]:
     rng = np.random.default_rng(3)
-    return full_pass(network, "fp32", rng.integers(0, network.vocab_size, (canvases, 9)), np.tile([1, 4, 8], (canvases, 1)))
+    return full_pass(network, "float32", rng.integers(0, network.vocab_size, (canvases, 9)), np.tile([1, 4, 8], (canvases, 1)))
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,9 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
     if (cache == CacheType::fp32) {
       std::memcpy(at, &x[i], sizeof x[i]);
     } else if (cache == CacheType::fp16) {
-      const int exponent = x[i] == 0 ? 0 : std::ilogb(x[i]) + 15;
-      const int fraction = x[i] == 0 ? 0 : static_cast<int>(std::ldexp(std::abs(x[i]), 25 - exponent)) - 1024;
+      const bool is_number = x[i] != 0 && !std::isnan(x[i]);
+      const int exponent = is_number ? std::ilogb(x[i]) + 15 : 0;
+      const int fraction = is_number ? static_cast<int>(std::ldexp(std::abs(x[i]), 25 - exponent)) - 1024 : 0;
       const int bits = std::isnan(x[i]) ? 0x7e00 : (std::signbit(x[i]) ? 0x8000 : 0) | exponent << 10 | fraction;
       at[0] = static_cast<uint8_t>(bits), at[1] = static_cast<uint8_t>(bits >> 8);
     } else {
