@@ -15,8 +15,7 @@ from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
 _OTHERS = 128 << 20  # what no stage's count has: Python's objects, engines' workspaces
-
-_ROUNDED = 16 << 20
+_ROUNDED = 16 << 20  # to multiples of it, what is told to be enough
 
 
 def activation_bytes(job: Job) -> int | None:

@@ -82,9 +82,9 @@ def measure(layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_
                 f"--tune times formats with kernels of their own, which {name} has not: take others, or leave it"
             )
     found, shapes = {}, shapes_of(layers)
+    one_of = {(layer.inputs, layer.outputs): layer for layer in layers}
     for shape, count in shapes.items():
-        layer = next(layer for layer in layers if (layer.inputs, layer.outputs) == shape)
-        fitting = [HIGH, *(name for name in formats if misfit(layer, name) is None)]
+        fitting = [HIGH, *(name for name in formats if misfit(one_of[shape], name) is None)]
         found[shape] = _time(shape, fitting, rows, count)
         on_done()
     return Tuning(rows, this_machine()["processor"], shapes, found)
@@ -117,10 +117,7 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 23}, name="products")
     model = ir.Model(graph, ir_version=11)
     for i in range(copies):
-        constants = [
-            ir.Value(name=f"{name}_{i}", const_value=ir.tensor(array))
-            for name, array in _weight(rng, chosen.group_size, format, shape)
-        ]
+        constants = [ir.Value(name=f"{name}_{i}", const_value=ir.tensor(array)) for name, array in _weight(rng, format, shape)]
         for value in constants:
             graph.register_initializer(value)
         if format == HIGH:
@@ -139,9 +136,9 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
     return open_graph(model)
 
 
-def _weight(rng: np.random.Generator, group_size: int | None, format: str, shape: Shape) -> list[tuple[str, np.ndarray]]:
+def _weight(rng: np.random.Generator, format: str, shape: Shape) -> list[tuple[str, np.ndarray]]:
     """A random weight as a graph holds it: a matrix, or panels and scales."""
-    inputs, outputs = shape
+    (inputs, outputs), group_size = shape, FORMATS[format].group_size
     if format == HIGH:
         return [("w", rng.standard_normal(shape, np.float32))]
     panels, together = functions.padded(outputs) // functions.PANEL, functions.DOT if group_size is None else functions.PAIRS
