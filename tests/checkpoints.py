@@ -85,6 +85,40 @@ def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def llada_moe_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny LLaDA-MoE under the released keys."""
+    return {
+        "architectures": ["LLaDAMoEModelLM"],
+        "model_type": "llada",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "expert_intermediate_size": 40,
+        "dense_intermediate_size": 96,
+        "shared_expert_intermediate_size": None,
+        "moe_layer_freq": [1, 1],
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": None,
+        "vocab_size": 160,
+        "rope_theta": 50000,
+        "partial_rotary_factor": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "clip_qkv": None,
+        "qk_layernorm": True,
+        "tie_word_embeddings": False,
+        "mask_token_id": 150,
+        "eos_token_id": 151,
+        "pad_token_id": 151,
+    } | changes
+
+
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
@@ -117,6 +151,44 @@ def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return _qwen_shapes(config, bias=config["attention_bias"], attention=head_norms)
 
 
+def llada_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Released tensor names and shapes, ``[out, in]``."""
+    hidden, head_size = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    dense = config | {"intermediate_size": config["dense_intermediate_size"]}
+    norms = {"q_norm": (head_size,), "k_norm": (head_size,)} if config["qk_layernorm"] else None
+    shapes = _qwen_shapes(dense, bias=False, attention=norms)
+    for i, has_experts in enumerate(config["moe_layer_freq"]):
+        if not has_experts:
+            continue
+        layer = f"model.layers.{i}."
+        shapes = _with_experts(shapes, layer, hidden, config["num_experts"], config["expert_intermediate_size"])
+        if config["moe_router_enable_expert_bias"]:
+            shapes[f"{layer}mlp.expert_bias"] = (config["num_experts"],)
+        if config["shared_expert_intermediate_size"]:
+            shapes |= _gated_shapes(f"{layer}shared_expert.", hidden, config["shared_expert_intermediate_size"])
+    return shapes
+
+
+def _with_experts(
+    shapes: dict[str, tuple[int, ...]], layer: str, hidden: int, experts: int, size: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes with a router and experts in the place of a layer's MLP."""
+    dense = _gated_shapes(f"{layer}mlp.", hidden, 1)
+    kept = {name: shape for name, shape in shapes.items() if name not in dense}
+    kept[f"{layer}mlp.gate.weight"] = (experts, hidden)
+    for expert in range(experts):
+        kept |= _gated_shapes(f"{layer}mlp.experts.{expert}.", hidden, size)
+    return kept
+
+
+def _gated_shapes(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (size, hidden),
+        f"{prefix}up_proj.weight": (size, hidden),
+        f"{prefix}down_proj.weight": (hidden, size),
+    }
+
+
 def _qwen_shapes(
     config: dict[str, Any], *, bias: bool, attention: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, tuple[int, ...]]:
@@ -143,7 +215,12 @@ def _qwen_shapes(
     return shapes
 
 
-SHAPES = {"LLaDAModelLM": llada_shapes, "DreamModel": dream_shapes, "A2DQwen3LMHeadModel": a2d_qwen3_shapes}
+SHAPES = {
+    "LLaDAModelLM": llada_shapes,
+    "DreamModel": dream_shapes,
+    "A2DQwen3LMHeadModel": a2d_qwen3_shapes,
+    "LLaDAMoEModelLM": llada_moe_shapes,
+}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -33,6 +33,7 @@ from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.graph import caches, functions, fuse, trace
+from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.rounds import Effort
 from dlm_export.network import reference
 from dlm_export.network.caches import read_back
@@ -48,13 +49,13 @@ UNJUDGED = QuantiseOptions(effort=Effort("none"))
 def _model(op_type: str, kinds: list[int], outputs: list[int], **attributes: int) -> onnx.ModelProto:
     """A graph of one call; inputs and outputs by their element types."""
     names, made = [f"i{i}" for i in range(len(kinds))], [f"o{i}" for i in range(len(outputs))]
-    call = helper.make_node(op_type, names, made, domain=functions.DOMAIN, **attributes)
+    call = helper.make_node(op_type, names, made, domain=DOMAIN, **attributes)
     ports = [
         [helper.make_tensor_value_info(*port, None) for port in zip(*side, strict=True)]
         for side in ((names, kinds), (made, outputs))
     ]
     body = ir.to_proto(functions._DEFINITIONS[op_type]())
-    imports = [helper.make_opsetid("", 23), helper.make_opsetid(functions.DOMAIN, 1)]
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(helper.make_graph([call], "g", *ports), functions=[body], opset_imports=imports, ir_version=10)
 
 
@@ -112,7 +113,7 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
     x[np.abs(x) > 3.3e38] = np.inf  # where 127 times the scale above it is no float any more
-    body = functions._Body("Rows", "x")
+    body = Body("Rows", "x")
     stored = functions._store_int8(body, body.inputs[0])
     function = body.function({"stored": stored, "read": functions._read_int8(body, stored)})
     definitions = functions._DEFINITIONS | {"Rows": lambda: function}

@@ -524,7 +524,7 @@ class Rearranged:
         opened = Checkpoint(checkpoint)
         network = families.read_network(opened, Overrides())
         tensors = {name: opened.tensor(name).clone() for name in opened.tensors}
-        origins = families.FAMILIES["dream"].origins(network)
+        origins = families.FAMILIES["dream"].origins(network, opened)
         for i in range(len(network.layers)):
             ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
             for kind in ("weight", "bias"):

@@ -26,6 +26,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import functions, fuse, quantise, trace
+from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import NetworkSpec
 
 OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
@@ -58,7 +59,7 @@ def _network(checkpoint: Path) -> NetworkSpec:
 def _calls(model: onnx.ModelProto) -> Counter[str]:
     """Nodes of our domain, and of what they replace."""
     replaced = {"Attention", "RotaryEmbedding", "Softmax", "TopK", "Sigmoid"}
-    return Counter(node.op_type for node in model.graph.node if node.domain == functions.DOMAIN or node.op_type in replaced)
+    return Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN or node.op_type in replaced)
 
 
 def _load(bundle: Path) -> onnx.ModelProto:
@@ -141,9 +142,9 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
 def test_a_graph_declares_the_functions_that_it_calls_and_no_others(built: Build, family: str) -> None:
     for precision in ("fp32", "int8", "int4-rtn"):
         model = _load(built(family, precision, True))
-        called = {node.op_type for node in model.graph.node if node.domain == functions.DOMAIN}
+        called = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
         assert {function.name for function in model.functions} >= called
-        assert {opset.domain for opset in model.opset_import} == {"", functions.DOMAIN}
+        assert {opset.domain for opset in model.opset_import} == {"", DOMAIN}
         onnx.checker.check_model(model, full_check=True)
 
 
@@ -167,7 +168,7 @@ def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(llada_checkpoint: Path
     plain = onnx.load(tmp_path / "plain" / graph.GRAPH_FILE, load_external_data=False)
     for model in (device, plain):
         assert not model.functions
-        assert all(node.domain != functions.DOMAIN for node in model.graph.node)
+        assert all(node.domain != DOMAIN for node in model.graph.node)
 
 
 # ---- What does not look as expected ----

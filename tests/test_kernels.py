@@ -31,6 +31,7 @@ from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle import finish
 from dlm_export.graph import functions
+from dlm_export.graph.body import DOMAIN
 from dlm_runtime import DlmError, EngineError, RequestError, _native
 
 SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
@@ -470,12 +471,12 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(groups: int, col
 
 def _by_definition(name: str, columns: int, given: dict[str, np.ndarray], **attributes: int) -> np.ndarray:
     """The result of a linear layer's function, by its body."""
-    call = helper.make_node(name, list(given), ["y"], domain=functions.DOMAIN, columns=[columns], **attributes)
+    call = helper.make_node(name, list(given), ["y"], domain=DOMAIN, columns=[columns], **attributes)
     kinds = [helper.np_dtype_to_tensor_dtype(value.dtype) for value in given.values()]
     ports = [helper.make_tensor_value_info(port, kind, None) for port, kind in zip(given, kinds, strict=True)]
     graph = helper.make_graph([call], "g", ports, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)])
     body = ir.to_proto(functions._DEFINITIONS[name]())
-    imports = [helper.make_opsetid("", 23), helper.make_opsetid(functions.DOMAIN, 1)]
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, functions=[body], opset_imports=imports)
     return np.asarray(ReferenceEvaluator(model).run(["y"], given)[0])
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_export import families
-from dlm_export.network import denoiser, layered
+from dlm_export.network import layered, linear
 from dlm_export.network.layered import Carried, MemoryLimitError, make_batches
 from dlm_export.sources import open_source
 from dlm_export.workplace import SMALL_MATRIX, threads_for
@@ -115,10 +115,10 @@ def test_a_product_in_bf16_is_rounded_once(dtype: torch.dtype, monkeypatch: pyte
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)
     exact = x.double() @ weight.double()
-    monkeypatch.setattr(denoiser, "WIDENED", 96 * 16)
+    monkeypatch.setattr(linear, "WIDENED", 96 * 16)
     for has_kernels in (True, False):
-        monkeypatch.setattr(denoiser, "_processor_has_bf16_kernels", lambda has=has_kernels: has)
-        found = denoiser.product(x, weight)
+        monkeypatch.setattr(linear, "_processor_has_bf16_kernels", lambda has=has_kernels: has)
+        found = linear.product(x, weight)
         assert found.dtype == dtype
         # A bf16 has 8 bits, an fp32 sum of 96 products about 20 that are right.
         torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)

@@ -32,7 +32,8 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.network.denoiser import Denoiser, Linear
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.linear import Linear
 from dlm_export.quantising import modelopt
 from dlm_export.quantising.modelopt import ModeloptError
 

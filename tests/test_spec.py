@@ -14,15 +14,19 @@ from networks import make_network
 
 from dlm_calibration.recipes import RECIPES
 from dlm_export.network.denoiser import Denoiser, UnbuiltNetworkError, rotate
+from dlm_export.network.experts import Router
 from dlm_export.network.spec import (
+    BIASES,
     NEVER_QUANTISED,
     NORMS,
+    SCORES,
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NetworkSpec,
     Rope,
+    RouterSpec,
 )
 from dlm_export.planning.roofline import work_of
 from dlm_export.tensorrt.estimate import Limits, estimate
@@ -45,8 +49,24 @@ attentions = st.builds(
     visibilities,
 )
 mlps = st.builds(MlpSpec, st.integers(1, 40))
-experts = st.builds(lambda count, active, size, shared: ExpertsSpec(count, min(active, count), size, shared),
-                    st.integers(1, 9), st.integers(1, 4), st.integers(1, 20), st.integers(0, 8))  # fmt: skip
+routers = st.builds(
+    lambda score, bias, renormalise, scale, groups: RouterSpec(score, bias, renormalise, scale, *groups),
+    st.sampled_from(SCORES),
+    st.sampled_from(BIASES),
+    st.booleans(),
+    st.sampled_from([1.0, 2.5]),
+    st.sampled_from([(1, 1), (3, 2)]),
+)
+experts = st.builds(
+    lambda count, active, size, shared, router: ExpertsSpec(
+        count * router.groups, min(active, count * router.active_groups), size, shared, router=router
+    ),
+    st.integers(2, 4),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.integers(0, 8),
+    routers,
+)
 norms = st.lists(st.sampled_from(NORMS), unique=True).map(tuple)
 
 
@@ -60,7 +80,7 @@ def networks(mlp: st.SearchStrategy[MlpSpec | ExpertsSpec]) -> st.SearchStrategy
 
 
 @settings(max_examples=60, deadline=None)
-@given(network=networks(mlps))
+@given(network=networks(st.one_of(mlps, experts)))
 def test_the_parameters_are_those_that_torch_builds(network: NetworkSpec) -> None:
     with torch.device("meta"):
         built = {name: tuple(parameter.shape) for name, parameter in Denoiser(network).named_parameters()}
@@ -92,7 +112,7 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(net
 
 @torch.no_grad()
 @settings(max_examples=20, deadline=None)
-@given(network=networks(mlps), seed=st.integers(0, 99))
+@given(network=networks(st.one_of(mlps, experts)), seed=st.integers(0, 99))
 def test_every_described_network_runs_and_its_cache_is_exact(network: NetworkSpec, seed: int) -> None:
     """Rows over a cache equal those of the whole canvas, of which it was taken; it ends where a block does."""
     torch.manual_seed(seed)
@@ -141,12 +161,10 @@ def test_blocks_of_no_tokens_are_refused() -> None:
             replace(attention, visibility=visibility, block_length=block_length)
 
 
-def test_experts_are_described_counted_and_refused_by_torch() -> None:
+def test_experts_are_described_and_counted() -> None:
     """8 of 64 experts: a token's work is that of 8, a few tokens read a few experts, and no recipe reaches the router."""
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))
-    with pytest.raises(UnbuiltNetworkError, match="a mixture of experts"):
-        Denoiser(network)
     (router,) = [linear for linear in network.linear_layers() if linear.role in NEVER_QUANTISED]
     assert (router.path, router.inputs, router.outputs) == ("blocks.0.mlp.router", 32, 64)
     assert router.path not in RECIPES["int8"].formats(list(network.quantisable()))
@@ -158,3 +176,31 @@ def test_experts_are_described_counted_and_refused_by_torch() -> None:
     many = work_of(network, {}, 1000, 0, 1).weight_bytes - 4 * 1000 * 32
     assert many + 4 * 99 * 32 == pytest.approx(4 * (network.parameter_count() - 32), rel=1e-3)
     assert estimate(network, 0, Limits(8, 8)).passes == estimate(dense, 0, Limits(8, 8)).passes
+
+
+def test_mixtures_that_cannot_be_are_refused() -> None:
+    for changes in ({"count": 1, "active": 1}, {"active": 9}, {"active": 0}, {"count": 9, "router": RouterSpec(groups=2)}):
+        with pytest.raises(ValueError, match="experts"):
+            ExpertsSpec(**{"count": 8, "active": 2, "size": 4} | changes)
+    for told, wrong in (
+        ("score is", {"score": "linear"}),
+        ("bias both", {"bias": "both"}),
+        ("of 1 groups", {"active_groups": 2}),
+    ):
+        with pytest.raises(ValueError, match=told):
+            RouterSpec(**wrong)
+
+
+@torch.no_grad()
+def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
+    """By hand, as DeepSeek-V3 has it: two of three groups by their two best, then three experts, by biased scores."""
+    spec = ExpertsSpec(6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2))
+    router = Router(spec, 1)
+    products = torch.tensor([2.0, 1.0, -1.0, 0.0, 1.5, -3.0])
+    router.weight.copy_(products[None])
+    router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
+    chosen, weights = router(torch.ones(1, 1, 1))
+    scores = products.sigmoid()  # groups: 1.61, 2.77, 0.86 with the bias: the last one is out, its 0.82 too
+    assert chosen.flatten().tolist() == [3, 0, 1]
+    kept = scores[[3, 0, 1]]
+    torch.testing.assert_close(weights.flatten(), 2.5 * kept / kept.sum())

@@ -6,12 +6,12 @@ from dlm_export.graph import trace
 from dlm_export.network.spec import NetworkSpec
 
 _trace = trace.trace_pass
-_traces: dict[tuple[NetworkSpec, str, bool], trace.Graph] = {}
+_traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
 
 
-def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
+def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False, is_dense: bool = False) -> trace.Graph:
     """``trace_pass``, run once a network and precision; a graph of one's own to change."""
-    key = network, precision, is_plain
+    key = network, precision, is_plain, is_dense
     if key not in _traces:
-        _traces[key] = _trace(network, precision, is_plain=is_plain)
+        _traces[key] = _trace(network, precision, is_plain=is_plain, is_dense=is_dense)
     return _traces[key].clone()

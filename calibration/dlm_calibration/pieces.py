@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements
-_FEWEST_ROWS = 32
+_FEWEST_ROWS = 32  # of a matrix
 MOST_CORES = 8  # of one piece of work: a disk keeps up with no more, and each takes memory
 
 
@@ -39,11 +39,14 @@ def slices(length: int, step: int) -> list[slice]:
 
 
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
-    """The first axis of such an array, cut into pieces of an even number of rows and about ``PIECE`` elements.
+    """The first axis of such an array, cut into pieces of an even number of elements, about ``PIECE``, and of rows.
 
-    Pieces of a matrix that is stored the other way round have enough rows to use whole lines of the cache.
+    Pieces of a matrix that is stored the other way round have enough rows to use whole lines of the cache; of a stack of large
+    matrices each is a piece.
     """
-    step = max(_FEWEST_ROWS, PIECE // max(1, math.prod(shape[1:])) // 2 * 2)
+    size = math.prod(shape[1:])
+    fewest = _FEWEST_ROWS if len(shape) < 3 else 1 + size % 2
+    step = max(fewest, PIECE // max(1, size) // 2 * 2)
     return slices(shape[0], step)
 
 

@@ -12,7 +12,7 @@ from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
 from dlm_export.judging import auto, layerwise, parity
-from dlm_export.network.spec import LinearSpec, NetworkSpec
+from dlm_export.network.spec import ExpertsSpec, LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
@@ -140,12 +140,15 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
 def check_job(request: Request, source: Source) -> Job:
     """Raises RequestError, RecipeError, EngineError, DlmError if the source, this machine or a target is not up to it."""
     options, network = request.options, source.network
+    if request.on_gpu:
+        _check_dense(request, network)
     preset, _ = samples.threshold_preset(network, source.presets, options.quantise.calibration.preset)
     formats: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
     if request.recipe is not None:
         asked = request.recipe.formats(list(network.quantisable()))
         formats = {path: held_in(request, layer, asked[path]) for path, layer in network.quantisable().items()}
+        formats |= _held_together(request, network, asked)
         notes = _told(request, network, asked, formats)
     job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:
@@ -160,12 +163,40 @@ def check_job(request: Request, source: Source) -> Job:
     return job
 
 
+DENSE_EXPERTS = 16
+"""Experts that a GPU's graph may have: all of them are computed for every token."""
+
+
+def _check_dense(request: Request, network: NetworkSpec) -> None:
+    """TargetError for mixtures of which a GPU's graph would compute far more than what a token is routed to."""
+    for i, layer in enumerate(network.layers):
+        if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
+            raise TargetError(
+                f"target {request.targets[0].name}: layer {i} routes a token to {layer.mlp.active} of {layer.mlp.count} "
+                "experts. TensorRT's parser has no operator for that: a GPU's graph computes all of them for every token, "
+                f"which is done for up to {DENSE_EXPERTS}. Build for cpu."
+            )
+
+
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
     """The format that a layer is held in: the one asked for or, where its shape does not suit that, the next that all targets
     take."""
     choices = [name, *(other for other in NEXT.get(name, ()) if not any(target.missing([other]) for target in request.targets))]
     fitting = (other for other in choices if operands.misfit(layer, other, for_tensorrt=request.on_gpu) is None)
     return next(fitting, HIGH)
+
+
+def _held_together(request: Request, network: NetworkSpec, asked: Mapping[str, str]) -> dict[str, str]:
+    """The formats of experts, whose three stacks one kernel multiplies: one that suits them all. Raises RecipeError."""
+    found: dict[str, str] = {}
+    for stacks in network.mixtures():
+        wanted = {asked[stack.path] for stack in stacks}
+        if len(wanted) > 1:
+            named = ", ".join(f"{stack.path} {asked[stack.path]}" for stack in stacks)
+            raise RecipeError(f"experts have one format for gate, up and down, and the recipe asks for {named}")
+        held = [held_in(request, stack, asked[stack.path]) for stack in stacks]
+        found |= dict.fromkeys((stack.path for stack in stacks), next((each for each in held if each not in wanted), held[0]))
+    return found
 
 
 def _told(request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]) -> tuple[str, ...]:

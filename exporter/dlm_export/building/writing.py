@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from dlm_calibration.formats import FP16, QuantisedWeight
+from dlm_calibration.formats import FP16, FP32, QuantisedWeight
 from dlm_calibration.pieces import Lazy
+from dlm_calibration.recipes import HIGH
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
-from dlm_export.families.base import later
-from dlm_export.graph import cuda, functions, fuse, quantise, trace, widen, write
+from dlm_export.families.base import Parameters, later
+from dlm_export.graph import cuda, experts, functions, fuse, quantise, trace, widen, write
 from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.progress import Stages
@@ -69,7 +70,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     """Trace the denoiser, give its layers their operands and operators, and write it with its weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
-        traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
+        traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain, is_dense=request.on_gpu)
         device = traced.clone() if request.on_gpu else None
         taps = find_taps(traced)
         advance()
@@ -91,8 +92,10 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
-    fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     formats = None if quantised is None else quantised.numbers.formats
+    if not request.on_gpu and job.base == "fp32":
+        read = _expert_reader(read, source.parameters, quantised, experts.lay_out(traced.model, source.network, formats or {}))
+    fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     with stages.stage("write weights", write.data_bytes(source.network, job.base, formats)) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)
     return Written(taps, fused, hashed)
@@ -113,6 +116,33 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         return array.astype(dtype, copy=False) if isinstance(array, np.ndarray) and part.part != "codes" else array
 
     return read
+
+
+def _expert_reader(
+    read: ReadParameter, parameters: Parameters, quantised: Quantised | None, parts: Mapping[str, experts.StackPart]
+) -> ReadParameter:
+    """``read`` and, of the initialisers ``parts``, those of experts: an expert at a time, rounded where they are quantised."""
+    scales: dict[tuple[str, int], np.ndarray] = {}  # found with the codes, which are asked for before
+
+    def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
+        if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
+            source = parameters if quantised is None else quantised.numbers.parameters
+            stored = source.read(f"{part.layer}.weight", FP32, (slice(expert, expert + 1),))
+            return experts.fp32_panels(stored[0])
+        if part.part == "panel_scales":
+            return scales.pop((part.layer, expert))
+        weight = quantised.numbers.expert(part.layer, expert)
+        scales[part.layer, expert] = np.asarray(part_of(weight, quantise.Part(part.layer, "panel_scales"))[()])
+        panels = part_of(weight, quantise.Part(part.layer, "panels"))
+        return panels[(slice(0, panels.shape[0]),)]
+
+    def with_experts(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
+        part = parts.get(name)
+        if part is None:
+            return read(name, dtype)
+        return experts.stacked(part.shape, functools.partial(of_expert, part))
+
+    return with_experts
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:

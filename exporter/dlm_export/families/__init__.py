@@ -10,12 +10,12 @@ import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
-from dlm_export.families import a2d, dream, llada
+from dlm_export.families import a2d, dream, llada, llada_moe
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.weights import Weights, layered, load
 from dlm_export.network.spec import NetworkSpec, rotary_table
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY, a2d.FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY, a2d.FAMILY, llada_moe.FAMILY)}
 
 
 def find(checkpoint: Checkpoint) -> Family:
@@ -44,7 +44,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     """The checkpoint's tensors as the network's parameters, checked. Raises CheckpointError."""
-    return Weights(checkpoint, network, FAMILIES[network.family].origins(network))
+    return Weights(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
 __all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "layered", "load", "open_weights", "read_network"]

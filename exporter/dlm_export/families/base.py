@@ -10,7 +10,7 @@ import numpy as np
 
 from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, Lazy
-from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.network.spec import NetworkSpec
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Family:
     description: str
     default_preset: str
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
-    origins: Callable[[NetworkSpec], dict[str, Origin]]
+    origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
     """The class of transformers whose layers and tensor names these are, for ``capture``; it is run with everything visible."""
 
@@ -103,7 +103,9 @@ class Family:
 class Layout:
     """Tensor names that follow one pattern: ``layer`` is formatted with ``i``, ``names`` is by module path inside a layer.
 
-    ``.weight`` and ``.bias`` are left out of all. Released matrices are ``[out, in]``, the denoiser's ``[in, out]``.
+    ``.weight`` and ``.bias`` are left out of all, but of a parameter that has a name of its own. Released matrices are
+    ``[out, in]``, the denoiser's ``[in, out]``. A name with ``{e}`` is of each expert's matrix; without its number, and without
+    ``.weight``, that of one tensor ``[E, out, in]``.
     """
 
     embed: str
@@ -112,17 +114,35 @@ class Layout:
     final_norm: str
     head: str
 
-    def origins(self, network: NetworkSpec) -> dict[str, Origin]:
-        """Denoiser parameter -> released tensor."""
-        outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
-        matrices = {linear.weight for linear in network.linear_layers()}
+    def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+        """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both forms."""
+        matrices = {linear.weight: linear for linear in network.linear_layers()}
+        released = {parameter: self._released(parameter) for parameter in network.parameters()}
+        stacks = {parameter: name for parameter, name in released.items() if "{e}" in name}
+        merged = {parameter: name.replace(".{e}", "").removesuffix(".weight") for parameter, name in stacks.items()}
+        together = next((name for name in merged.values() if name in checkpoint.tensors), None)
+        apart = next((first for name in stacks.values() if (first := name.format(e=0)) in checkpoint.tensors), None)
+        if together is not None and apart is not None:
+            raise CheckpointError(
+                f"{checkpoint.path}: {apart} is one expert's and {together} is of all experts: two exports in one folder, or "
+                "one that was cut short. Export the checkpoint again."
+            )
         origins = {}
-        for parameter in network.parameters():
-            module, _, kind = parameter.rpartition(".")
-            if module in outside:
-                released = outside[module]
+        for parameter, name in released.items():
+            linear = matrices.get(parameter)
+            if parameter not in stacks or together is not None:
+                origins[parameter] = Origin.of(merged.get(parameter, name), transpose=linear is not None)
             else:
-                _, i, inner = module.split(".", 2)  # blocks.I.INNER
-                released = self.layer.format(i=i) + self.names[inner]
-            origins[parameter] = Origin.of(f"{released}.{kind}", transpose=parameter in matrices)
+                assert linear is not None, parameter
+                pieces = tuple(Piece(name.format(e=expert)) for expert in range(linear.count))
+                origins[parameter] = Origin(pieces, transpose=True, is_stacked=True)
         return origins
+
+    def _released(self, parameter: str) -> str:
+        module, _, kind = parameter.rpartition(".")
+        outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
+        if module in outside:
+            return f"{outside[module]}.{kind}"
+        _, i, inner = module.split(".", 2)  # blocks.I.INNER
+        own = self.names.get(f"{inner}.{kind}")
+        return self.layer.format(i=i) + (f"{self.names[inner]}.{kind}" if own is None else own)

@@ -75,7 +75,7 @@ class Weights:
         return whole
 
     def _part(self, parameter: str, dtype: np.dtype, at: Index) -> np.ndarray:
-        tensor = self._tensor(parameter)[at]
+        tensor = self._stack(parameter, at) if self.origins[parameter].is_stacked else self._tensor(parameter)[at]
         if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
             bits = _bits(tensor)
             if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
@@ -107,8 +107,9 @@ class Weights:
             if bad:
                 file = self.checkpoint.tensors[piece.tensor].file
                 raise CheckpointError(f"{file}: {piece.tensor} holds {bad} NaN or infinite weights")
+        largest = max(float(self._piece(piece).abs().max()) for piece in pieces)
         raise CheckpointError(
-            f"{pieces[0].tensor}: weights up to {self._tensor(parameter).abs().max():.3g} do not fit {dtype} "
+            f"{pieces[0].tensor}: weights up to {largest:.3g} do not fit {dtype} "
             f"(largest {_largest(dtype):.3g}). Use --precision fp32."
         )
 
@@ -134,10 +135,16 @@ class Weights:
             tensor = torch.from_numpy(stored.weight.dequantise())
         else:
             pieces = [self._piece(piece) for piece in origin.pieces]
-            tensor = torch.stack(pieces) if origin.is_stacked else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             tensor = tensor.mT if origin.transpose else tensor
         self._opened = (parameter, tensor)
         return tensor
+
+    def _stack(self, parameter: str, at: Index) -> torch.Tensor:
+        """A part of a parameter whose entries are tensors of their own: those outside of it are not opened."""
+        origin = self.origins[parameter]
+        pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
+        return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
 
     def _piece(self, piece: Piece) -> torch.Tensor:
         tensor = self.checkpoint.tensor(piece.tensor)
@@ -250,6 +257,10 @@ def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows:
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
+    if rows is not None and len(rows) == 1:  # an expert, of whose stack nothing else is read
+        row = int(rows[0])
+        part = torch.from_numpy(np.ascontiguousarray(weights.read(parameter, FP32, (slice(row, row + 1),))))
+        return part if dtype is None else part.to(dtype)
     if found is not None and dtype == torch.float32:
         found = found.to(dtype)  # in its order of memory
     elif found is None or dtype not in (None, found.dtype):

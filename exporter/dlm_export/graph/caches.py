@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_runtime.errors import DlmError, ExitCode
@@ -46,7 +47,7 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
                 f"--cache-dtype: the attention of {path} keeps plain operators, which read keys and values as they are "
                 f"computed ({plain[path]}). Leave --cache-dtype out."
             )
-        if node.op_type == ATTENTION and node.domain == functions.DOMAIN:
+        if node.op_type == ATTENTION and node.domain == DOMAIN:
             node.op_type = _CALLS[cache_dtype]
             for value in (*node.inputs[3:5], *node.outputs[1:]):
                 assert value is not None
@@ -56,4 +57,4 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
                 dtype, width = row_of(cache_dtype, head_size)
                 value.type, value.shape = ir.TensorType(dtype), ir.Shape([*value.shape[:3], width])
     functions.declare(model, _CALLS[cache_dtype])
-    del model.functions[functions.DOMAIN, ATTENTION, ""]
+    del model.functions[DOMAIN, ATTENTION, ""]

@@ -10,6 +10,11 @@ definitions are what those kernels must compute.
 ``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
 ``Int4Linear``, ``2``,      the same four with weights in INT4, which have scales by groups of inputs
 ``3``, ``Int4GatedLinear``
+``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``: for each
+                            token the gated MLPs that are chosen, their results weighed and added up (``routed``)
+``Fp32Experts``,            the same with all experts' weights in panels of a format
+``Int8Experts``,
+``Int4Experts``
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
                             q, k, v ``[B, T, heads * D]``, turned by position here
 ``Fp16CachedAttention``     the same with cached rows in fp16, past and present
@@ -24,7 +29,8 @@ columns are filled up to a whole panel with zeros, and ``columns`` says how many
 ``[N / 32, K / 8, 32, 4]`` of codes + 8: a byte has the code of an input in its low nibble, of the fourth behind it in its
 high one. Their scales are fp16 ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4
 weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its
-high one. Their group scales are ``[N / 32, K / 16, 32]``.
+high one. Their group scales are ``[N / 32, K / 16, 32]``. Weights of experts have these axes behind one of experts; those in
+fp32 lie in panels ``[N / 32, K, 32]``.
 
 A cached row is one position's and head's. New rows are attended to as they are computed, in fp32, and stored rounded: later
 passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m and e, all int8: its numbers are ``code * scale``, its
@@ -34,22 +40,24 @@ infinity has codes of 0 and e = 127, which stands for infinity: read back it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Lazy
+from dlm_export.graph.body import DOMAIN, Body
+from dlm_export.graph.routed import EXPERTS, experts
 
-DOMAIN = "dlm_export"
 LINEAR = ("Int8Linear", "Int4Linear")
 """The layers that quantise their inputs by rows: those over one input may be put together."""
 KERNELS = (
     *("CachedAttention", "Fp16CachedAttention", "Int8CachedAttention"),
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
+    *("Fp32Experts", "Int8Experts", "Int4Experts"),
     "NVFP4Linear",
     "Candidates",
 )
@@ -58,7 +66,6 @@ POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
 """The float of every exponent field: ``2 ** (field - 127)``, but 0 and infinity at the ends."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
-_OPSET = 23
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -127,53 +134,20 @@ def padded(columns: int) -> int:
 
 
 def declare(model: ir.Model, name: str) -> None:
-    """Make the function of this name known to a model that calls it."""
+    """Make the function of this name known to a model that calls it, and those that it calls."""
     identifier = (DOMAIN, name, "")
     if identifier not in model.functions:
         model.functions[identifier] = _DEFINITIONS[name]()
         model.graph.opset_imports[DOMAIN] = 1
-
-
-class _Body:
-    """The nodes of a function, in order."""
-
-    def __init__(self, name: str, inputs: str) -> None:
-        self.name = name
-        self.inputs = [ir.Value(name=given) for given in inputs.split()]
-        self.nodes: list[ir.Node] = []
-
-    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: Any) -> Any:
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
-        self.nodes.append(node)
-        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
-
-    def constant(self, value: Any) -> ir.Value:
-        found: ir.Value = self.op("Constant", value=ir.tensor(np.asarray(value)))
-        return found
-
-    def ints(self, *values: int) -> ir.Value:
-        return self.constant(np.array(values, np.int64))
-
-    def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
-        """An attribute of the call, as the tensor that ``Constant`` makes of it."""
-        key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
-        node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def function(self, outputs: dict[str, ir.Value], attributes: dict[str, ir.AttributeType] | None = None) -> ir.Function:
-        for name, value in outputs.items():
-            value.name = name
-        graph = ir.Graph(self.inputs, list(outputs.values()), nodes=self.nodes, opset_imports={"": _OPSET})
-        declared = [ir.Attr(name, kind, None) for name, kind in (attributes or {}).items()]
-        return ir.Function(DOMAIN, self.name, graph=graph, attributes=declared)
+        for called in EXPERTS.get(name, ()):
+            declare(model, called)
 
 
 def _linear(name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False) -> ir.Function:
     """Codes are ``round(x * (127 / amax))`` half to even, amax the row's. INT8: a result is its sum times ``amax / 127``, then
     times the column's scale. INT4: it is the sum of the codes' products with weights, times ``amax / 127``.
     """
-    body = _Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
+    body = Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
     op, ints = body.op, body.ints
     x = body.inputs[0]
     one = body.constant(np.float32(127))
@@ -193,9 +167,7 @@ def _linear(name: str, weights: int, *, is_int4: bool = False, is_gated: bool = 
     return body.function({f"y_{i}": y for i, y in enumerate(products)}, attributes)
 
 
-def _by_int8(
-    body: _Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value
-) -> ir.Value:
+def _by_int8(body: Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
     # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without VNNI.
     middle = body.constant(np.uint8(128))
@@ -210,9 +182,7 @@ def _by_int8(
     return y
 
 
-def _by_int4(
-    body: _Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value
-) -> ir.Value:
+def _by_int4(body: Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
     low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
     high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
@@ -230,12 +200,12 @@ def _by_int4(
     return y
 
 
-_Code = Callable[["_Body", ir.Value], ir.Value]
+_Code = Callable[["Body", ir.Value], ir.Value]
 """Rows ``[B, Hkv, rows, D]`` to how they are stored, or back."""
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    body = _Body(name, "q k v past_key past_value position_ids cos sin")
+    body = Body(name, "q k v past_key past_value position_ids cos sin")
     op, ints = body.op, body.ints
     q, k, v, past_key, past_value, positions, cos, sin = body.inputs
 
@@ -257,19 +227,19 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     )
 
 
-def _as_it_is(body: _Body, rows: ir.Value) -> ir.Value:
+def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:
     return rows
 
 
 def _as(dtype: ir.DataType) -> _Code:
-    def cast(body: _Body, rows: ir.Value) -> ir.Value:
+    def cast(body: Body, rows: ir.Value) -> ir.Value:
         found: ir.Value = body.op("Cast", rows, to=dtype)
         return found
 
     return cast
 
 
-def _store_int8(body: _Body, rows: ir.Value) -> ir.Value:
+def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
     half, powers = body.constant(np.float32(128)), body.constant(POWERS)
     is_bad = op("IsNaN", op("ReduceSum", op("Mul", rows, body.constant(np.float32(0))), ints(-1)))
@@ -288,7 +258,7 @@ def _store_int8(body: _Body, rows: ir.Value) -> ir.Value:
     return found
 
 
-def _read_int8(body: _Body, rows: ir.Value) -> ir.Value:
+def _read_int8(body: Body, rows: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
     codes = op("Slice", rows, ints(0), ints(-2), ints(-1))
     m = op("Cast", op("Slice", rows, ints(-2), ints(-1), ints(-1)), to=ir.DataType.FLOAT)
@@ -301,7 +271,7 @@ def _read_int8(body: _Body, rows: ir.Value) -> ir.Value:
 
 def _candidates() -> ir.Function:
     """The two best tokens, their probabilities, and entropy: ln p is a logit's distance from the best's, plus its ln p."""
-    body = _Body("Candidates", "logits mask_token_bias")
+    body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
     masked = op("Add", logits, bias)
@@ -315,7 +285,7 @@ def _candidates() -> ir.Function:
 
 def _nvfp4_linear() -> ir.Function:
     """A weight is its E2M1 value times (its group's scale times the tensor's)."""
-    body = _Body("NVFP4Linear", "x panels scales global_scale")
+    body = Body("NVFP4Linear", "x panels scales global_scale")
     op, ints = body.op, body.ints
     x, stored, scales, global_scale = body.inputs
     low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
@@ -338,7 +308,7 @@ def _nvfp4() -> ir.Function:
     Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below 4, of 2 above: Round
     goes to the even multiple, which is the even E2M1 code.
     """
-    body = _Body("NVFP4QuantizeDequantize", "x scale")
+    body = Body("NVFP4QuantizeDequantize", "x scale")
     op, constant = body.op, body.constant
     x, scale = body.inputs
     groups = op("Reshape", x, body.ints(0, 0, -1, 16))
@@ -356,7 +326,7 @@ def _nvfp4() -> ir.Function:
     return body.function({"y": op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))})
 
 
-_DEFINITIONS = {
+_DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int8Linear": lambda: _linear("Int8Linear", 1),
     "Int8Linear2": lambda: _linear("Int8Linear2", 2),
     "Int8Linear3": lambda: _linear("Int8Linear3", 3),
@@ -365,6 +335,7 @@ _DEFINITIONS = {
     "Int4Linear2": lambda: _linear("Int4Linear2", 2, is_int4=True),
     "Int4Linear3": lambda: _linear("Int4Linear3", 3, is_int4=True),
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
+    **{name: functools.partial(experts, name) for name in EXPERTS},
     "CachedAttention": lambda: _cached_attention("CachedAttention", _as_it_is, _as_it_is),
     "Fp16CachedAttention": lambda: _cached_attention("Fp16CachedAttention", _as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
     "Int8CachedAttention": lambda: _cached_attention("Int8CachedAttention", _store_int8, _read_int8),

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from dlm_export.graph import LAYER_KEY, caches, functions
+from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
 
 CANDIDATES = "pass"  # the module path of what follows the head, as ``trace`` names it
@@ -62,7 +63,7 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     passes.RemoveUnusedNodesPass()(model)
     if cache_dtype is not None and caches.row_of(cache_dtype, 0)[0] != traced.element_type:
         caches.store_as(traced, plain, cache_dtype)
-    calls = Counter(node.op_type for node in model.graph if node.domain == functions.DOMAIN)
+    calls = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
     return Fused({name: calls[name] for name in functions.KERNELS if calls[name]}, plain)
 
 
@@ -75,7 +76,7 @@ def _call(
         name,
         list(inputs),
         attributes,
-        domain=functions.DOMAIN,
+        domain=DOMAIN,
         num_outputs=len(old),
         metadata_props={LAYER_KEY: before.metadata_props[LAYER_KEY]},
     )
@@ -100,7 +101,7 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
     """Put layers of one format over one input together; returns the layers that are not, with the reason."""
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
-        if node.op_type in functions.LINEAR and node.domain == functions.DOMAIN:
+        if node.op_type in functions.LINEAR and node.domain == DOMAIN:
             alike[id(node.inputs[0]), node.op_type, _group_size(node)].append(node)
     plain = {}
     for (_, name, _), nodes in alike.items():

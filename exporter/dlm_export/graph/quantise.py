@@ -38,6 +38,7 @@ from dlm_calibration.formats import E2M1_VALUES, activation_scale
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import LinearSpec
 
@@ -66,6 +67,8 @@ def misfit(layer: LinearSpec, name: str, *, for_tensorrt: bool = False) -> str |
     """Why a layer's shape does not suit a format, None where it does; TensorRT takes no group that is short."""
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
+    if layer.is_stacked and name != HIGH and (for_tensorrt or not chosen.is_dynamic):
+        return f"experts are computed in full precision{'' if for_tensorrt else ', INT8 or INT4'}, and {name} is neither"
     if size is not None and inputs % size and (for_tensorrt or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
     together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
@@ -91,7 +94,8 @@ def rewrite(
     forms are written over the same initialisers.
     """
     writer = _Writer(traced, for_tensorrt, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
-    wanted = {layer for layer, name in formats.items() if name != HIGH}
+    stacks = {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}  # ``experts`` has those
+    wanted = {layer for layer, name in formats.items() if name != HIGH} - stacks
     for node in list(traced.model.graph):
         layer = node.metadata_props.get(LAYER_KEY, "")
         weight = _weight(node)
@@ -210,7 +214,7 @@ class _Writer:
     def linear(self, node: ir.Node, layer: str, name: str, inputs: list[ir.Value | None], N: int, **attributes: int) -> None:
         """A call in the place of a MatMul."""
         functions.declare(self.model, name)
-        result = self.nodes(node, layer, (f"{functions.DOMAIN}::{name}", inputs, {"columns": [N]} | attributes))
+        result = self.nodes(node, layer, (f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes))
         old = node.outputs[0]
         kept, result.shape, result.type = old.name, old.shape, old.type
         old.replace_all_uses_with(result, replace_graph_outputs=True)
@@ -230,7 +234,7 @@ class _Writer:
             functions.declare(self.model, "NVFP4QuantizeDequantize")
             scale = self.constant(f"{layer}.input_scale", scale_value)
             wide = self._cast(node, layer, x, ir.DataType.FLOAT)
-            rounded = self.nodes(node, layer, (f"{functions.DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {}))
+            rounded = self.nodes(node, layer, (f"{DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {}))
             return self._cast(node, layer, rounded, self.dtype)
         scale = self.number(f"{layer}.input_scale", scale_value)
         if number_format == "nvfp4":

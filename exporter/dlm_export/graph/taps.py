@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY
+from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
 
+ROUTES = ".routes"
+"""How the name of a second tap of a mixture of experts ends: the chosen experts as its input, their weights as its output."""
 SHOWN = "tap:"
 """What the name of a shown value begins with."""
 
@@ -24,9 +27,13 @@ class Tap:
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
     """The taps of all layers of a traced graph by path. Rewriting keeps the names, where it keeps the values."""
-    found = {}
+    found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
+        if node.domain == DOMAIN:  # a mixture of experts, and who goes where in it
+            tokens, chosen, weights = (str(value.name) for value in node.inputs[:3] if value is not None)
+            found |= {layer: Tap(tokens, str(node.outputs[0].name)), f"{layer}{ROUTES}": Tap(chosen, weights)}
+            continue
         weight = node.inputs[1] if node.op_type == "MatMul" else None
         if weight is None or not weight.is_initializer():
             continue

@@ -9,19 +9,23 @@ import ast
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnxscript
 import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K, repeat
+from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K, experts, functions, repeat
+from dlm_export.graph.body import DOMAIN
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.spec import NetworkSpec
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -130,16 +134,20 @@ def describe(network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_
     }
 
 
-def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
+def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False, is_dense: bool = False) -> Graph:
     """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``graph.PRECISIONS``.
 
-    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21.
+    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21. ``is_dense``: all experts are
+    computed for every token, which every engine can.
     """
     dtype = _DTYPES[precision]
     layers = repeat.kinds(network)
     c = replace(network, layers=tuple(network.layers[layers.index(kind)] for kind in range(max(layers) + 1)))
     with torch.device("meta"):
         module = Pass(Denoiser(c, is_plain)).eval()
+    for mixture in module.modules():
+        if isinstance(mixture, RoutedMLPs):
+            mixture.is_dense = is_plain or is_dense
     module.denoiser.to(dtype)
     B, T, S, R = 2, 7, 5, 3
     with torch.device("meta"):
@@ -160,6 +168,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
             input_names=input_names(c),
             output_names=output_names(c),
             dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * len(past)),
+            custom_translation_table={torch.ops.dlm_export.experts.default: _experts},
             optimize=False,
             verbose=False,
         )
@@ -175,11 +184,24 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     for name in held & model.graph.initializers.keys():
         model.graph.initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
     model.graph = repeat.repeat(model.graph, layers)
+    if any(node.domain == DOMAIN for node in model.graph):
+        functions.declare(model, experts.EXPERTS)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
     if is_plain:  # all operators that are left have been the same since
         model.graph.opset_imports[""] = PLAIN_OPSET
     return Graph(model, network, dtype)
+
+
+def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
+    """How torch's exporter writes the operator of ``network.experts``: it takes no operator without a schema."""
+    real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
+    kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)", "gate": "T", "up": "T", "down": "T"}
+    inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
+    outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
+    schema = onnx.defs.OpSchema(experts.EXPERTS, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real])
+    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), experts.EXPERTS, schema)
+    return operator(x, chosen, weights, *stacks)
 
 
 def _name_layers(model: ir.Model) -> None:

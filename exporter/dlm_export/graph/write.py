@@ -39,9 +39,10 @@ def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] 
     saved = 0
     for path, layer in c.quantisable().items():
         chosen = FORMATS[(formats or {}).get(path, HIGH)]
-        if chosen.weights is not None:
+        if chosen.weights is not None or layer.is_stacked:
             columns = functions.padded(layer.outputs)
-            saved += layer.inputs * layer.outputs * PRECISIONS[precision] - chosen.weight_bytes(layer.inputs, columns)
+            plain = layer.inputs * layer.outputs * PRECISIONS[precision]
+            saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
     return elements * PRECISIONS[precision] - saved + 4 * c.vocab_size + padding
 
 

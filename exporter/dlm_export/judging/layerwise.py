@@ -31,7 +31,7 @@ from dlm_calibration.solvers import rotate
 from dlm_export import families
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import END, Part, cut
-from dlm_export.graph.taps import SHOWN, Tap, show
+from dlm_export.graph.taps import ROUTES, SHOWN, Tap, show
 from dlm_export.judging.parity import (
     LOGITS,
     PART_TOLERANCES,
@@ -44,6 +44,7 @@ from dlm_export.judging.parity import (
 )
 from dlm_export.judging.part_runs import Values, full_pass, run_parts
 from dlm_export.memory import give_back
+from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
@@ -140,6 +141,11 @@ class _Beside:
         calibrate.simulate(modules, self.done, layers)
         give_back()
         self.alone.through(i, block)
+        for path, module in modules.items():
+            if isinstance(module, RoutedMLPs) and self._format_of(path) != HIGH:
+                layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
+                module.register_forward_pre_hook(functools.partial(self._before_experts, path, shown))
+                module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
                 # Before the quantisation that ``simulate`` put there.
@@ -163,6 +169,30 @@ class _Beside:
             return torch.from_numpy(theirs).to(output.device)
         self._note(layer, 0.0, float("inf"))
         return None
+
+    def _before_experts(self, path: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Who goes where is compared by weight: of two equally good experts either may be chosen."""
+        values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
+        x, weights = values[self.taps[path].input], values[routes.output]
+        self._note_input(path, inputs[0].cpu().numpy(), x)
+        self._note_input(path, inputs[2].sort().values.cpu().numpy(), np.sort(weights))
+        device = inputs[0].device
+        chosen = torch.from_numpy(values[routes.input]).to(device, torch.int64)
+        return torch.from_numpy(x).to(device), chosen, torch.from_numpy(weights).to(device)
+
+    def _after_experts(
+        self, path: str, shown: Sequence[Values], module: RoutedMLPs, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        theirs = self._shown_now(shown)[self.taps[path].output]
+        slack = torch.zeros_like(output)
+        for step in (_BOUNDARY, -_BOUNDARY):  # inputs that lie on a boundary between codes, and what comes of them
+            slack += 2 * (module.routed(inputs[0] * (1 + step), *inputs[1:]) - output).abs()
+        self._note_output(path, output.cpu().numpy(), theirs, slack.cpu().numpy())
+        return torch.from_numpy(theirs).to(output.device)
+
+    def _format_of(self, layer: str) -> str:
+        """The format of a layer, or of the experts of a mixture."""
+        return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
 
     def _shown_now(self, shown: Sequence[Values]) -> Values:
         return shown[self.equal.batches.index(self.equal.now)]
@@ -198,7 +228,7 @@ class _Beside:
         self._note(layer, 0.0, max(map(_relative, ours, theirs, slack)))
 
     def _note(self, layer: str, input_relative: float, output_relative: float | None) -> None:
-        row = self.rows.get(layer, LayerRow(layer, self.done.formats.get(layer, HIGH), 0.0, None))
+        row = self.rows.get(layer, LayerRow(layer, self._format_of(layer), 0.0, None))
         outputs = [each for each in (row.output_relative, output_relative) if each is not None]
         self.rows[layer] = LayerRow(layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None))
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import State
 from dlm_export import families
-from dlm_export.network.denoiser import Denoiser, Linear
+from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried, Layered, named, room_for
+from dlm_export.network.linear import Linear
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.calibrate import Quantisation

@@ -3,12 +3,12 @@
 Nothing here knows a family by name. Shapes use the glossary's letters: ``B`` rows, ``T`` tokens of one pass, ``S`` cached
 tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
 
-RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487) have them.
+RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487) have them,
+or mixtures of these (``experts``).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,16 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RotaryTable, rotary_table
+from dlm_export.network.experts import Experts
+from dlm_export.network.linear import MLP, Linear, product
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, RotaryTable, rotary_table
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
 """What turns heads by position: cosines and sines ``[positions, D / 2]``, position ids ``[B, T]``."""
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
-
-WIDENED = 1 << 22
-"""Elements of a weight that are held in fp32 beside it at a time, where its products are not computed in its own type."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,6 @@ def check_built(network: NetworkSpec) -> None:
         a, mlp = layer.attention, layer.mlp
         lacking = {
             f"attention in a window of {a.window}": a.window is not None,
-            "a mixture of experts": isinstance(mlp, ExpertsSpec),
             f"activation {mlp.activation}": mlp.activation != "silu",
         }
         for what, is_lacking in lacking.items():
@@ -58,47 +56,6 @@ def check_built(network: NetworkSpec) -> None:
                 raise UnbuiltNetworkError(f"{network.architecture}: layer {i} has {what}, which this version does not build")
     if network.noise != "absorbing":
         raise UnbuiltNetworkError(f"{network.architecture}: {network.noise} noise is not built by this version")
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight``, fast on every processor.
-
-    Where a processor lacks what torch's kernels for bf16 need (AVX-512 on x86), torch multiplies number by number, fifty times
-    slower than in fp32. There this multiplies in fp32, a few columns at a time, and rounds the sums, as bf16 kernels do.
-    """
-    if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
-        return x @ weight
-    wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
-    starts = range(0, weight.shape[1], columns)
-    return torch.cat([(wide @ weight[:, start : start + columns].float()).to(x.dtype) for start in starts], -1)
-
-
-def has_bf16_kernels(device: torch.device) -> bool:
-    """Whether torch multiplies bf16 on a device as fast as fp32, or faster."""
-    return device.type != "cpu" or _processor_has_bf16_kernels()
-
-
-@functools.cache
-def _processor_has_bf16_kernels() -> bool:
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-class Linear(nn.Module):
-    """``x @ weight + bias`` with ``weight`` stored ``[in, out]``.
-
-    The transposed storage lets the exported MatMul take the parameter as it is: no Transpose node
-    to fold, so an initialiser keeps its parameter's name and is written once.
-    """
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = product(x, self.weight)
-        return y if self.bias is None else y + self.bias
 
 
 class RMSNorm(nn.Module):
@@ -190,26 +147,11 @@ class Attention(nn.Module):
         return y.transpose(1, 2)
 
 
-class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate x) * up x)``."""
-
-    def __init__(self, spec: MlpSpec, hidden_size: int) -> None:
-        super().__init__()
-        self.gate = Linear(hidden_size, spec.size)
-        self.up = Linear(hidden_size, spec.size)
-        self.down = Linear(spec.size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
-
-
 class Block(nn.Module):
     """One transformer layer, with norms where it is described to have them."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
-        assert isinstance(spec.mlp, MlpSpec)
 
         def norm(name: str) -> nn.Module:
             return RMSNorm(hidden_size, spec.norm_eps, is_plain) if name in spec.norms else nn.Identity()
@@ -218,7 +160,9 @@ class Block(nn.Module):
         self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(spec.mlp, hidden_size)
+        self.mlp = (
+            MLP(spec.mlp.size, hidden_size) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp, hidden_size, is_plain)
+        )
         self.mlp_out_norm = norm("mlp_out_norm")
 
     def forward(

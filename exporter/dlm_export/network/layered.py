@@ -7,6 +7,7 @@ the memory given to them lie in a mapped file, whose blocks are taken from the d
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Block, Packed, Past, RMSNorm, Rotary, Turn, check_built, visible_keys
+from dlm_export.network.experts import Stacked
 from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
@@ -92,15 +94,25 @@ class Layered:
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
 
     def block(self, i: int) -> Block:
-        """Layer ``i`` with its weights, which go when it goes: the next layer's may then lie in the same memory."""
+        """Layer ``i`` with its weights, which go when it goes: the next layer's may then lie in the same memory.
+
+        Those of experts are read one expert at a time, whenever tokens are routed to it.
+        """
         c = self.network
         with torch.device("meta"):
             block = Block(c.layers[i], c.hidden_size, is_plain=False)
         spare = self._rooms if self._last() is None else []
         self._rooms = []
+        stacks = {name: module for name, module in block.named_modules() if isinstance(module, Stacked)}
+        for name, module in stacks.items():
+            module.read = functools.partial(self._read_expert, f"blocks.{i}.{name}.weight")
+            del module.weight
         state = {name: self._widened(f"blocks.{i}.{name}", spare) for name, _ in block.named_parameters()}
         self._last = weakref.ref(block)
         return _filled(block, state)
+
+    def _read_expert(self, parameter: str, expert: int) -> Tensor:
+        return self.read(parameter, self.dtype, torch.tensor([expert]))[0].to(self.device)
 
     def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
         """A parameter in ``dtype`` on the device, in its order of memory; if room for it is made, then of ``spare`` first.

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 VISIBILITIES = ("full", "block", "causal")
+SCORES = ("softmax", "sigmoid")
+BIASES = (None, "choice", "weights")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
@@ -85,6 +87,31 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighed, in fp32: scores are ``softmax`` or ``sigmoid`` of the router's products.
+
+    ``bias`` None: there is none; ``choice``: it is added to the scores that experts are chosen by, and not to their weights
+    (DeepSeek-V3, arXiv:2412.19437); ``weights``: to both. With ``groups`` the experts of the ``active_groups`` best are chosen
+    from, a group being as good as the sum of its two best. Weights of the chosen ones are made to add up to 1 where
+    ``renormalise`` says so, and multiplied by ``scale``.
+    """
+
+    score: str = "softmax"
+    bias: str | None = None
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what does not go together."""
+        if self.score not in SCORES or self.bias not in BIASES:
+            raise ValueError(f"a router whose score is {self.score} and whose bias {self.bias}")
+        if not 1 <= self.active_groups <= self.groups:
+            raise ValueError(f"{self.active_groups} of {self.groups} groups of experts")
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of experts: of ``count`` gated MLPs, ``active`` see a token; one of ``shared_size`` (0: none) sees them all."""
 
@@ -93,6 +120,17 @@ class ExpertsSpec:
     size: int
     shared_size: int = 0
     activation: str = "silu"
+    router: RouterSpec = RouterSpec()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what does not go together."""
+        groups, r = self.router.groups, self.router
+        if self.count % groups or (groups > 1 and self.count // groups < 2):
+            raise ValueError(f"{self.count} experts in {groups} groups, which have two or more each, and as many")
+        if self.count < 2 or not 1 <= self.active <= self.count // groups * r.active_groups:
+            raise ValueError(
+                f"{self.active} active of {self.count} experts, of which {r.active_groups} of {groups} groups count"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,9 +188,14 @@ class LinearSpec:
         return f"{self.path}.weight"
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether there is a matrix for each expert, of which a token meets a few."""
+        return self.count > 1
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the parameter: ``[inputs, outputs]``, experts in front."""
-        return (self.inputs, self.outputs) if self.count == 1 else (self.count, self.inputs, self.outputs)
+        return (self.count, self.inputs, self.outputs) if self.is_stacked else (self.inputs, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -198,7 +241,7 @@ class NetworkSpec:
             shapes |= {f"{block}{name}.weight": (self.hidden_size,) for name in layer.norms}
             for linear in self._linear_layers_of(f"blocks.{i}", layer):
                 shapes[linear.weight] = linear.shape
-                if linear.role in biased:
+                if linear.role in biased or (linear.role == "router" and has_router_bias(layer)):
                     shapes[f"{linear.path}.bias"] = (linear.outputs,)
             if attention.qk_norm:
                 shapes |= {f"{block}attention.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
@@ -210,6 +253,11 @@ class NetworkSpec:
     def parameter_count(self) -> int:
         """Parameters held by the denoiser; a tied head counts once."""
         return sum(math.prod(shape) for shape in self._parameters.values())
+
+    def active_parameter_count(self) -> int:
+        """Those of them that a token meets: of experts, the ones it is routed to."""
+        idle = (round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers())
+        return self.parameter_count() - sum(idle)
 
     @functools.cached_property
     def vector_elements(self) -> int:
@@ -270,6 +318,11 @@ class NetworkSpec:
             LinearSpec(down, "down", size, hidden, down, Fold((f"{module}.up.weight",)), count, share),
         ]
 
+    def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
+        """Gate, up and down of every mixture of experts."""
+        stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
+        return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
+
     def quantisable(self) -> dict[str, LinearSpec]:
         """The linear layers that a recipe may name, by path, in order of the pass."""
         return {layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED}
@@ -296,6 +349,7 @@ class NetworkSpec:
             "eos_token_ids": list(self.eos_token_ids),
             "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
             "parameters": self.parameter_count(),
+            "active_parameters": self.active_parameter_count(),
             "linear_layers": [asdict(linear) for linear in self.linear_layers()],
         }
         for linear in values["linear_layers"]:
@@ -316,7 +370,7 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
     rope = attention.pop("rope")
     return LayerSpec(
         AttentionSpec(rope=None if rope is None else Rope(**rope), **attention),
-        ExpertsSpec(**mlp) if "count" in mlp else MlpSpec(**mlp),
+        ExpertsSpec(**mlp | {"router": RouterSpec(**mlp["router"])}) if "count" in mlp else MlpSpec(**mlp),
         values["norm_eps"],
         tuple(values["norms"]),
     )
@@ -335,6 +389,11 @@ def _difference(name: str, mine: Any, theirs: Any) -> str | None:
         parts = ((f"{name} {field.name}", getattr(mine, field.name), getattr(theirs, field.name)) for field in fields(mine))
         return next(filter(None, (_difference(*part) for part in parts)))
     return f"its {name} is {mine}, the other's {theirs}"
+
+
+def has_router_bias(layer: LayerSpec) -> bool:
+    """Whether a layer's router has a bias."""
+    return isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.bias is not None
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:

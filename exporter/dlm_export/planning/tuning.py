@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.graph import functions
+from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.part_runs import open_graph
 from dlm_export.network.spec import LinearSpec
@@ -128,7 +129,7 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
             attributes: dict[str, Any] = {"columns": [outputs]}
             if chosen.group_size is not None:
                 attributes["group_size"] = chosen.group_size
-            node = ir.node(name, [x, *constants], attributes, domain=functions.DOMAIN)
+            node = ir.node(name, [x, *constants], attributes, domain=DOMAIN)
         y = node.outputs[0]
         y.name, y.shape, y.type = f"y_{i}", ir.Shape(["rows", outputs]), ir.TensorType(ir.DataType.FLOAT)
         graph.append(node)

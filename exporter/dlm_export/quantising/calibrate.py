@@ -27,8 +27,10 @@ from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.families.base import Parameters, later
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Denoiser, has_bf16_kernels
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.experts import Stacked
 from dlm_export.network.layered import Carried, named
+from dlm_export.network.linear import has_bf16_kernels
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import gptq, modelopt
 from dlm_export.quantising.gptq import Gram
@@ -70,7 +72,7 @@ class Folded:
             return self.source.read(parameter, dtype, at)
         array = self.source.read(parameter, np.dtype(np.float32), at)
         if parameter in self.rows:
-            array = array * self.rows[parameter][at[:1]][:, None]
+            array = array * self.rows[parameter][at[array.ndim - 2 : array.ndim - 1]][:, None]
         if parameter in self.columns:
             array = array * self.columns[parameter][at[array.ndim - 1 :]]
         return np.asarray(array, dtype=dtype)
@@ -120,6 +122,17 @@ class Quantisation:
         """A layer's full-precision weight ``[K, N]``, fp32, foldings and rotation applied."""
         w = self.parameters.read(f"{layer}.weight", np.dtype(np.float32))
         return solvers.rotate_rows(w) if layer in self.rotated else w
+
+    def expert(self, layer: str, expert: int) -> QuantisedWeight:
+        """The quantised weight of one of a layer's experts: they are rounded to nearest, whatever the solver."""
+        stack = self._later(f"{layer}.weight")
+
+        def read(at: Index) -> np.ndarray:
+            of_stack = (slice(expert, expert + 1), *at)
+            found: np.ndarray = stack[of_stack][0]
+            return found
+
+        return self.rounded(Lazy(stack.shape[1:], read), FORMATS[self.formats[layer]])
 
     def weight(self, layer: str) -> QuantisedWeight:
         """A layer's quantised weight: solved during calibration, or rounded to nearest now."""
@@ -184,7 +197,7 @@ def calibrate(
     workplace = workplace or Workplace()
     done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
     done.solved = Solved(workplace.solved)
-    quantised = _quantised(network, formats)
+    quantised = [layer for layer in _quantised(network, formats) if not layer.is_stacked]
     if recipe.rotate_down:
         done.rotated = {layer.path: len(solvers.hadamard(layer.inputs)) for layer in quantised if layer.role == "down"}
     if not recipe.needs_states(formats):
@@ -410,9 +423,13 @@ def simulate(modules: Mapping[str, nn.Module], done: Quantisation, layers: Itera
         if chosen.weights is None or (layers is not None and layer not in layers):
             continue
         linear: Any = modules[layer]
+        undo.append(linear.register_forward_pre_hook(_fake(done, chosen, layer)).remove)
+        if isinstance(linear, Stacked):
+            undo.append(functools.partial(setattr, linear, "read", linear.read))
+            linear.read = functools.partial(_dequantised_expert, done, layer)
+            continue
         undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
         linear.weight.data = torch.from_numpy(done.weight(layer).dequantise()).to(linear.weight.device)
-        undo.append(linear.register_forward_pre_hook(_fake(done, chosen, layer)).remove)
     if layers is None and done.recipe.embedding is not None:
         table: Any = modules["embed"].weight
         undo.append(functools.partial(setattr, table, "data", table.data))
@@ -425,6 +442,10 @@ def simulate(modules: Mapping[str, nn.Module], done: Quantisation, layers: Itera
     return restore
 
 
+def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
+    return torch.from_numpy(done.expert(layer, expert).dequantise())
+
+
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
     """A quantised layer's input as the layer multiplies it: turned where it is, quantised and dequantised."""
     chosen = FORMATS[done.formats[layer]]
@@ -435,12 +456,12 @@ def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
     )
 
 
-def _fake(done: Quantisation, chosen: LayerFormat, layer: str) -> Callable[..., Tensor | None]:
+def _fake(done: Quantisation, chosen: LayerFormat, layer: str) -> Callable[..., tuple[Any, ...] | None]:
     if layer not in done.rotated and chosen.activations is None:
         return lambda *_: None
 
-    def before(_: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        (x,) = inputs
-        return torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, x.cpu().numpy()))).to(x.device)
+    def before(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *expert = inputs
+        return (torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, x.cpu().numpy()))).to(x.device), *expert)
 
     return before

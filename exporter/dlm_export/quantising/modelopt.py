@@ -28,7 +28,8 @@ from dlm_calibration.errors import CalibrationError
 from dlm_calibration.observers import SMALLEST_AMAX
 from dlm_calibration.recipes import FORMATS
 from dlm_calibration.states import State
-from dlm_export.network.denoiser import Denoiser, Linear
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"

@@ -20,13 +20,14 @@ namespace {
 
 constexpr int kUint8 = 2, kFloat8 = 17;  // ElementType of graph.h has those of ports
 constexpr size_t kMostWeights = 3;
+constexpr size_t kMostPorts = 9, kMostDims = 5;
 constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
 
-// A tensor of a pass; rank is at most 4.
+// A tensor of a pass.
 template <class Element>
 struct Tensor {
   Element* data;
-  std::array<int64_t, 4> dims;
+  std::array<int64_t, kMostDims> dims;
   size_t rank;
 
   bool is(std::initializer_list<int64_t> wanted) const {
@@ -131,7 +132,7 @@ struct Node {
 
 struct Definition {
   const char* name;
-  std::array<int, 8> inputs;  // element types
+  std::array<int, kMostPorts> inputs;  // element types
   size_t input_count;
   std::array<int, 3> outputs;
   size_t output_count;
@@ -156,11 +157,15 @@ void read_columns(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   if (count != node.op.is.weights) fail(DLM_BAD_BUNDLE, "columns has %zu numbers, not %zu", count, node.op.is.weights);
 }
 
-void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  read_columns(api, info, node);
+void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "group_size", &node.group_size), kWhere);
   if (node.group_size < kPairs || node.group_size > kMostInputs || node.group_size % kPairs != 0)
     fail(DLM_BAD_BUNDLE, "groups of %lld inputs", static_cast<long long>(node.group_size));
+}
+
+void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_columns(api, info, node);
+  read_group_size(api, info, node);
 }
 
 // Whether codes and scales are those of a weight of so many inputs and columns in panels, INT4 where there are groups.
@@ -230,6 +235,69 @@ void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) 
   layer.global_scale = *global_scale.data;
   layer.y = call.output<float>(0, shape.data(), x.rank);
   kernels.nvfp4_linear(layer, call);
+}
+
+void read_experts(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  size_t count = 2;
+  check(api, api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count), kWhere);
+  size_t one = 1;
+  check(api, api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "out_columns", &node.columns[2], &one), kWhere);
+  if (count != 2 || one != 1 || node.columns[0] != node.columns[1]) fail(DLM_BAD_BUNDLE, "columns of gate, up and down");
+}
+
+void read_int4_experts(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_experts(api, info, node);
+  read_group_size(api, info, node);
+}
+
+// Whether the stacks are those of so many experts of inputs and columns, in panels of a format.
+template <ExpertFormat kFormat>
+ExpertWeights take_stack(const Call& call, const Experts& mixture, size_t index, int64_t inputs, int64_t columns) {
+  const int64_t width = padded_columns(columns), E = mixture.count, panels = width / kPanel;
+  const auto refuse = [&] {
+    fail(DLM_BAD_BUNDLE, "input %zu does not hold %lld experts of %lld by %lld in panels", index, static_cast<long long>(E),
+         static_cast<long long>(inputs), static_cast<long long>(columns));
+  };
+  const auto codes = call.input<uint8_t>(index);
+  if constexpr (kFormat == ExpertFormat::fp32) {
+    if (!codes.is({E, panels, inputs, kPanel})) refuse();
+    return {codes.data, nullptr};
+  } else {
+    constexpr int64_t kTogether = kFormat == ExpertFormat::int8 ? kDot : kPairs;
+    const auto scales = call.input<uint8_t>(index + 1);
+    const bool fits = kFormat == ExpertFormat::int8 ? scales.is({E, width})
+                                                    : scales.is({E, panels, groups_of(inputs, mixture.group_size), kPanel});
+    if (inputs % kTogether != 0 || !codes.is({E, panels, inputs / kTogether, kPanel, kDot}) || !fits) refuse();
+    return {codes.data, scales.data};
+  }
+}
+
+template <ExpertFormat kFormat>
+void compute_experts(const Kernels& kernels, const Node& node, Call& call) {
+  const auto x = call.input<float>(0), weights = call.input<float>(2);
+  const auto chosen = call.input<int64_t>(1);
+  constexpr size_t kStep = kFormat == ExpertFormat::fp32 ? 1 : 2;
+  Experts mixture{};
+  mixture.format = kFormat;
+  mixture.group_size = node.group_size;
+  mixture.inputs = node.columns[2], mixture.hidden = node.columns[0];
+  mixture.count = call.input<uint8_t>(3).dims[0];
+  mixture.active = chosen.dims[2];
+  const int64_t B = x.dims[0], T = x.dims[1], K = mixture.inputs, M = mixture.hidden;
+  const auto is_size = [](int64_t size) { return size >= 1 && size <= kMostInputs; };
+  if (!is_size(K) || !is_size(M) || !is_size(mixture.active) || !is_size(mixture.count) || !x.is({B, T, K}) ||
+      !chosen.is({B, T, mixture.active}) || !weights.is({B, T, mixture.active}))
+    fail(DLM_BAD_BUNDLE, "the shapes of tokens and their experts do not fit each other");
+  mixture.gate = take_stack<kFormat>(call, mixture, 3, K, M);
+  mixture.up = take_stack<kFormat>(call, mixture, 3 + kStep, K, M);
+  mixture.down = take_stack<kFormat>(call, mixture, 3 + 2 * kStep, M, K);
+  mixture.rows = B * T;
+  mixture.x = x.data, mixture.chosen = chosen.data, mixture.weights = weights.data;
+  if (!mixture.is_in_range())
+    fail(DLM_BAD_BUNDLE, "a token's expert is none of %lld", static_cast<long long>(mixture.count));
+  mixture.y = call.output<float>(0, {B, T, K});
+  const Scratch scratch(call, node.op.memory, mixture.scratch_bytes());
+  kernels.experts(mixture, scratch.get(), call);
 }
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
@@ -357,7 +425,7 @@ ort::CustomOp make_entry() {
   return entry;
 }
 
-constexpr int F = kFloat, H = kFloat16, I = kInt8, C = kUint8, S = kFloat8;
+constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8, C = kUint8, S = kFloat8;
 
 constexpr Definition kDefinitions[] = {
     {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
@@ -368,6 +436,9 @@ constexpr Definition kDefinitions[] = {
     {"Int4Linear2", {F, C, H, C, H}, 5, {F, F}, 2, 2, false, read_int4, compute_linear},
     {"Int4Linear3", {F, C, H, C, H, C, H}, 7, {F, F, F}, 3, 3, false, read_int4, compute_linear},
     {"Int4GatedLinear", {F, C, H, C, H}, 5, {F}, 1, 2, true, read_int4, compute_linear},
+    {"Fp32Experts", {F, L, F, F, F, F}, 6, {F}, 1, 3, false, read_experts, compute_experts<ExpertFormat::fp32>},
+    {"Int8Experts", {F, L, F, C, F, C, F, C, F}, 9, {F}, 1, 3, false, read_experts, compute_experts<ExpertFormat::int8>},
+    {"Int4Experts", {F, L, F, C, H, C, H, C, H}, 9, {F}, 1, 3, false, read_int4_experts, compute_experts<ExpertFormat::int4>},
     {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
     {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, attend<CacheType::fp32>},
     {"Fp16CachedAttention", {F, F, F, H, H, kInt64, F, F}, 8, {F, H, H}, 3, 0, false, read_heads, attend<CacheType::fp16>},

@@ -22,6 +22,10 @@ bool CachedAttention::is_in_table() const {
   return std::all_of(positions, positions + batch * tokens, [&](int64_t at) { return at >= 0 && at < table_rows; });
 }
 
+bool Experts::is_in_range() const {
+  return std::all_of(chosen, chosen + rows * active, [&](int64_t expert) { return expert >= 0 && expert < count; });
+}
+
 extern const Kernels kAmxKernels, kAvx512Kernels, kAvxVnniKernels, kAvx2Kernels, kNeonKernels;
 
 namespace {

@@ -1,5 +1,5 @@
 // The arithmetic of a pass that ONNX Runtime's own kernels are slow at, or hold far more memory for than the weights take: INT8,
-// INT4 and NVFP4 linear layers, attention over a cache, and the candidates of a row. One implementation (kernels_body.h) over the
+// INT4 and NVFP4 linear layers, mixtures of experts, attention over a cache, and the candidates of a row. One implementation (kernels_body.h) over the
 // vector instructions of each processor, and one of linear layers over matrix registers (kernels_matrix.h).
 //
 // Every kernel computes what the function of the same name in the exporter's functions.py says in ONNX operators. Quantised
@@ -68,6 +68,56 @@ struct Linear {
   }
 };
 
+// How experts' weights lie: as those of Linear, or fp32 panels [N / 32, K, 32] without scales.
+enum class ExpertFormat { fp32, int8, int4 };
+
+// All experts' weights of one layer, one behind the other.
+struct ExpertWeights {
+  const uint8_t* panels;
+  const void* scales;
+};
+
+// An expert's rows, as they lie behind those of the experts before it.
+struct ExpertGroup {
+  int64_t expert, start, rows;
+};
+
+// y [rows, inputs]: for each row the sum over its chosen experts of weight * down(silu(gate(x)) * up(x)), whose layers are as
+// Linear's in this format. Only the experts that rows have chosen are read.
+struct Experts {
+  const float* x;
+  const int64_t* chosen;  // [rows, active], below count
+  const float* weights;   // [rows, active]
+  int64_t rows, active, count, inputs, hidden;
+  ExpertWeights gate, up, down;  // [count] of [inputs, hidden] twice, of [hidden, inputs]
+  ExpertFormat format;
+  int64_t group_size;  // of INT4
+  float* y;
+
+  static constexpr int64_t kRowsTogether = 512;  // more of them go one band after the other, over the same scratch memory
+
+  bool is_in_range() const;  // whether every choice is an expert. The kernel must not run otherwise.
+
+  int64_t inputs_of(bool is_gated) const { return is_gated ? inputs : hidden; }
+  int64_t panel_bytes(int64_t K, int64_t N) const {
+    const int64_t elements = K * padded_columns(N);
+    return format == ExpertFormat::fp32 ? 4 * elements : format == ExpertFormat::int8 ? elements : elements / 2;
+  }
+  int64_t scale_bytes(int64_t K, int64_t N) const {
+    const int64_t width = padded_columns(N);
+    return format == ExpertFormat::fp32 ? 0 : format == ExpertFormat::int8 ? 4 * width : 2 * width * groups_of(K, group_size);
+  }
+  // Bytes of one row's codes, offsets and scale, whatever the kernel; see Linear::scratch_bytes.
+  static int64_t code_bytes(int64_t K) { return 2 * K + 8; }
+
+  // Bytes that any kernel wants as scratch memory, aligned to 64.
+  size_t scratch_bytes() const {
+    const int64_t slots = (rows < kRowsTogether ? rows : kRowsTogether) * active;
+    const int64_t codes = code_bytes(inputs > hidden ? inputs : hidden), floats = 2 * inputs + hidden;
+    return static_cast<size_t>(slots * (8 + 4 * floats + codes)) + static_cast<size_t>(count) * sizeof(ExpertGroup);
+  }
+};
+
 // y [rows, columns] = x [rows, inputs] @ weight, inputs a multiple of 16. A weight is its E2M1 value times (its group's scale
 // times the tensor's) in fp32; x is taken as it is.
 struct Nvfp4Linear {
@@ -116,6 +166,7 @@ struct Kernels {
   const char* name;
   void (*linear)(const Linear& layer, void* scratch, Parallel& parallel);
   void (*nvfp4_linear)(const Nvfp4Linear& layer, Parallel& parallel);
+  void (*experts)(const Experts& mixture, void* scratch, Parallel& parallel);
   void (*attention)(const CachedAttention& pass, Parallel& parallel);
   void (*candidates)(const Candidates& rows, Parallel& parallel);
 };

@@ -6,5 +6,6 @@
 
 #include "kernels_attention.h"
 #include "kernels_candidates.h"
+#include "kernels_experts.h"
 #include "kernels_linear.h"
 #include "kernels_nvfp4.h"

@@ -1,0 +1,92 @@
+"""LLaDA-MoE 7B-A1B (arXiv:2509.24389): OLMoE's layer with q/k norms, 8 of 64 experts, full attention, no shift.
+
+A token's weights are its best scores as they are, which do not add up to 1; a bias, where a checkpoint has one, is added to
+scores and so to weights. Config keys and tensor names are those of the released ``LLaDAMoEModelLM``.
+"""
+
+from __future__ import annotations
+
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.families.base import Family, Layout, Overrides
+from dlm_export.families.reading import read_rope, special_tokens
+from dlm_export.families.trunks import TRUNK
+from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """The network of a released LLaDA-MoE config.json. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("hidden_act", "silu")
+    config.require("attention_bias", False)
+    config.require("clip_qkv")
+    config.require("sliding_window")
+    config.require("norm_topk_prob", False)
+    config.require("moe_router_score_function", "softmax")
+    for unread in ("router_num_group", "router_topk_group", "routed_scaling_factor"):
+        config.require(unread, 1, 1.0)
+    config.get("router_aux_loss_coef")  # of training
+    hidden_size = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", high=4096)
+    kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
+    if hidden_size % heads or heads % kv_heads:
+        raise CheckpointError(
+            f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} do not "
+            "divide"
+        )
+    qk_norm = config.flag("qk_layernorm")
+    attention = AttentionSpec(heads, kv_heads, hidden_size // heads, read_rope(config), qk_norm=qk_norm)
+    norm_eps = config.number("rms_norm_eps")
+    vocab_size = config.integer("vocab_size")
+    tokens = special_tokens(checkpoint, vocab_size, overrides)
+    return NetworkSpec(
+        family="llada-moe",
+        architecture="LLaDAMoEModelLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=tuple(LayerSpec(attention, mlp, norm_eps) for mlp in _mlps(config)),
+        norm_eps=norm_eps,
+        tied_head=config.flag("tie_word_embeddings"),
+        max_canvas_length=overrides.max_canvas_length or config.integer("max_position_embeddings"),
+        shift=0,
+        mask_token_id=tokens.mask,
+        eos_token_ids=tokens.eos,
+        pad_token_id=tokens.pad,
+    )
+
+
+def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
+    """One a layer: ``moe_layer_freq`` has a 0 for a dense one."""
+    count = config.integer("num_experts", low=2, high=1 << 16)
+    active = config.integer("num_experts_per_tok", high=count)
+    bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
+    shared = config.integer("shared_expert_intermediate_size", default=0, low=0)
+    router = RouterSpec(bias=bias, renormalise=False)
+    experts = ExpertsSpec(count, active, config.integer("expert_intermediate_size"), shared, router=router)
+    layers = config.integer("num_hidden_layers", high=1024)
+    frequency = config.get("moe_layer_freq")
+    if frequency is None:
+        frequency = [1] * layers
+    if not isinstance(frequency, list) or len(frequency) != layers or any(each not in (0, 1) for each in frequency):
+        raise CheckpointError(f"{config.path}: moe_layer_freq must be a list of {layers} numbers, 1 for a layer with experts")
+    dense_size = config.integer("dense_intermediate_size", default=0 if all(frequency) else None, low=0)
+    return [experts if has_experts else MlpSpec(dense_size) for has_experts in frequency]
+
+
+LAYOUT = Layout(
+    embed=TRUNK.embed,
+    layer=TRUNK.layer,
+    names=TRUNK.names
+    | {
+        "mlp.router": "mlp.gate",
+        "mlp.router.bias": "mlp.expert_bias",
+        "mlp.experts.gate": "mlp.experts.{e}.gate_proj",
+        "mlp.experts.up": "mlp.experts.{e}.up_proj",
+        "mlp.experts.down": "mlp.experts.{e}.down_proj",
+        "mlp.shared.gate": "shared_expert.gate_proj",
+        "mlp.shared.up": "shared_expert.up_proj",
+        "mlp.shared.down": "shared_expert.down_proj",
+    },
+    final_norm=TRUNK.final_norm,
+    head=TRUNK.head,
+)
+FAMILY = Family("llada-moe", ("LLaDAMoEModelLM",), "LLaDA-MoE 7B-A1B", "llada", read_network, LAYOUT.origins)

@@ -1,0 +1,73 @@
+"""How the body of a function is written: operators one after the other, a loop among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+DOMAIN = "dlm_export"
+_OPSET = 23
+
+
+class Body:
+    """The nodes of a function, in order."""
+
+    def __init__(self, name: str, inputs: str) -> None:
+        self.name = name
+        self.inputs = [ir.Value(name=given) for given in inputs.split()]
+        self.nodes: list[ir.Node] = []
+
+    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: Any) -> Any:
+        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def constant(self, value: Any) -> ir.Value:
+        found: ir.Value = self.op("Constant", value=ir.tensor(np.asarray(value)))
+        return found
+
+    def ints(self, *values: int) -> ir.Value:
+        return self.constant(np.array(values, np.int64))
+
+    def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
+        """An attribute of the call, as the tensor that ``Constant`` makes of it."""
+        key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
+        node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
+        """A function of ours; ``attributes`` are this function's own, by their names there, those that are not empty."""
+        types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
+        given = [ir.Attr(name, types[name], None, ref_attr_name=own) for name, own in attributes.items() if own]
+        node = ir.Node(DOMAIN, function, inputs, given)
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def function(self, outputs: dict[str, ir.Value], attributes: dict[str, ir.AttributeType] | None = None) -> ir.Function:
+        for name, value in outputs.items():
+            value.name = name
+        graph = ir.Graph(self.inputs, list(outputs.values()), nodes=self.nodes, opset_imports={"": _OPSET, DOMAIN: 1})
+        declared = [ir.Attr(name, kind, None) for name, kind in (attributes or {}).items()]
+        return ir.Function(DOMAIN, self.name, graph=graph, attributes=declared)
+
+
+class LoopBody(Body):
+    """What a loop does once: it has its turn's number and a value that it carries on, and reads what stands outside."""
+
+    def __init__(self) -> None:
+        super().__init__("loop", "turn goes_on carried")
+        self.turn, self._goes_on, self.carried = self.inputs
+        self.turn.type, self.turn.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
+        self._goes_on.type, self._goes_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
+
+    def run(self, outside: Body, turns: ir.Value, first: ir.Value, last: ir.Value) -> ir.Value:
+        """What is carried at the end, where ``first`` is at the start and ``last`` behind a turn."""
+        goes_on = self.op("Identity", self._goes_on)
+        for number, value in enumerate(value for node in self.nodes for value in node.outputs):
+            value.name = f"loop.{number}"  # names of what stands outside are not hidden
+        graph = ir.Graph(self.inputs, [goes_on, last], nodes=self.nodes, name=self.name)
+        found: ir.Value = outside.op("Loop", turns, None, first, body=graph)
+        return found

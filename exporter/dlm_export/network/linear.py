@@ -1,0 +1,67 @@
+"""Products by weights in torch, which denoisers are made of."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDENED = 1 << 22
+"""Elements of a weight that are held in fp32 beside it at a time, where its products are not computed in its own type."""
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight``, fast on every processor.
+
+    Where a processor lacks what torch's kernels for bf16 need (AVX-512 on x86), torch multiplies number by number, fifty times
+    slower than in fp32. There this multiplies in fp32, a few columns at a time, and rounds the sums, as bf16 kernels do.
+    """
+    if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
+        return x @ weight
+    wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
+    starts = range(0, weight.shape[1], columns)
+    return torch.cat([(wide @ weight[:, start : start + columns].float()).to(x.dtype) for start in starts], -1)
+
+
+def has_bf16_kernels(device: torch.device) -> bool:
+    """Whether torch multiplies bf16 on a device as fast as fp32, or faster."""
+    return device.type != "cpu" or _processor_has_bf16_kernels()
+
+
+@functools.cache
+def _processor_has_bf16_kernels() -> bool:
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Linear(nn.Module):
+    """``x @ weight + bias`` with ``weight`` stored ``[in, out]``.
+
+    The transposed storage lets the exported MatMul take the parameter as it is: no Transpose node
+    to fold, so an initialiser keeps its parameter's name and is written once.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = product(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class MLP(nn.Module):
+    """SwiGLU: ``down(silu(gate x) * up x)``."""
+
+    def __init__(self, size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.gate = Linear(hidden_size, size)
+        self.up = Linear(hidden_size, size)
+        self.down = Linear(size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y

@@ -1,0 +1,120 @@
+"""Mixtures of experts as operators: the definition is the sum it says, and each processor's kernels compute the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from test_kernels import SETS
+
+from dlm_calibration.formats import FP16, QuantisedWeight, quantise_weight
+from dlm_export.graph import experts, functions
+from dlm_export.graph.body import DOMAIN
+from dlm_runtime import _native
+
+SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 136, 264, 2)]
+"""Tokens, experts, inputs, inner features and experts a token: fewer than a tile, odd panels, more than one band."""
+STACKS = ("gate", "up", "down")
+Arrays = dict[str, np.ndarray]
+
+
+def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
+    """Tokens, who goes where, and experts ``[E, K, N]``; the last expert is never chosen."""
+    tokens, count, inputs, hidden, active = shape
+    rng = np.random.default_rng(seed)
+    chosen = np.stack([rng.permutation(max(active, count - 1))[:active] for _ in range(tokens)])[None]
+    return {
+        "x": rng.normal(size=(1, tokens, inputs)).astype(np.float32),
+        "chosen": chosen.astype(np.int64),
+        "weights": rng.random((1, tokens, active)).astype(np.float32),
+        "gate": (rng.normal(size=(count, inputs, hidden)) / inputs**0.5).astype(np.float32),
+        "up": (rng.normal(size=(count, inputs, hidden)) / inputs**0.5).astype(np.float32),
+        "down": (rng.normal(size=(count, hidden, inputs)) / hidden**0.5).astype(np.float32),
+    }
+
+
+def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
+    """Inputs and attributes of a call."""
+    found, attributes = {each: given[each] for each in ("x", "chosen", "weights")}, {}
+    if name == "Experts":
+        return given, {}
+    attributes = {"columns": [given["gate"].shape[2]] * 2, "out_columns": [given["down"].shape[2]]}
+    if name == "Fp32Experts":
+        return found | {stack: np.stack([experts.fp32_panels(each) for each in given[stack]]) for stack in STACKS}, attributes
+    for stack in STACKS:
+        if name == "Int8Experts":
+            weights: list[QuantisedWeight] = [quantise_weight(each, "int8") for each in given[stack]]
+            width = functions.padded(given[stack].shape[2])
+            found[stack] = np.stack([functions.panels(weight.codes) for weight in weights])
+            found[f"{stack}_scales"] = np.stack([np.pad(each.scales, (0, width - each.scales.size)) for each in weights])
+        else:
+            weights = [quantise_weight(each, "int4", group_size=32, scale_dtype=FP16) for each in given[stack]]
+            found[stack] = np.stack([functions.int4_panels(weight.codes) for weight in weights])
+            found[f"{stack}_scales"] = np.stack([functions.panel_scales(weight.scales.T).astype(FP16) for weight in weights])
+    return found, attributes | ({"group_size": 32} if name == "Int4Experts" else {})
+
+
+def run(name: str, inputs: Arrays, attributes: dict[str, Any], *, has_kernels: bool) -> np.ndarray:
+    ports = [
+        ir.Value(name=port, shape=ir.Shape(value.shape), type=ir.TensorType(ir.DataType.from_numpy(value.dtype)))
+        for port, value in inputs.items()
+    ]
+    node = ir.node(name, ports, attributes, domain=DOMAIN)
+    (y,) = node.outputs
+    y.name, y.shape, y.type = "y", ir.Shape(inputs["x"].shape), ir.TensorType(ir.DataType.FLOAT)
+    model = ir.Model(ir.Graph(ports, [y], nodes=[node], opset_imports={"": 23}, name="g"), ir_version=10)
+    functions.declare(model, name)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if has_kernels:
+        options.register_custom_ops_library(_native.library()._name)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    return np.asarray(session.run(None, inputs)[0])
+
+
+def test_the_definition_is_the_weighted_sum_of_the_chosen_experts() -> None:
+    given = mixture(SHAPES[1])
+    x, wanted = given["x"][0], np.zeros_like(given["x"][0])
+    for token, (mine, weights) in enumerate(zip(given["chosen"][0], given["weights"][0], strict=True)):
+        for expert, weight in zip(mine, weights, strict=True):
+            gate = x[token] @ given["gate"][expert]
+            wanted[token] += weight * ((gate / (1 + np.exp(-gate)) * (x[token] @ given["up"][expert])) @ given["down"][expert])
+    for name in ("Experts", "Fp32Experts"):
+        np.testing.assert_allclose(run(name, *laid_out(given, name), has_kernels=False)[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("name", ["Fp32Experts", "Int8Experts", "Int4Experts"])
+def test_kernels_compute_the_definition(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLM_KERNELS", kernels)
+    for shape in SHAPES:
+        inputs, attributes = laid_out(mixture(shape), name)
+        wanted = run(name, inputs, attributes, has_kernels=False)
+        try:
+            found = run(name, inputs, attributes, has_kernels=True)
+        except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as err:
+            pytest.skip(str(err)[:80])
+        # Sums of floats in another order; a code on a boundary could move a result by 1/127 of one of many products.
+        assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
+
+
+LIES = {
+    "an expert that is not there": ("chosen", lambda value: np.where(value == value.max(), 8, value)),
+    "an expert before the first": ("chosen", lambda value: value - 1),
+    "weights of fewer experts": ("weights", lambda value: value[..., 1:]),
+    "a stack of fewer experts": ("up", lambda value: value[1:]),
+    "a stack of another width": ("down", lambda value: value[:, 1:]),
+    "scales of another width": ("gate_scales", lambda value: value[:, :-1]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_mixture_that_lies_is_refused(lie: str) -> None:
+    inputs, attributes = laid_out(mixture(SHAPES[0]), "Int8Experts")
+    name, change = LIES[lie]
+    inputs[name] = np.ascontiguousarray(change(inputs[name]))
+    with pytest.raises(Exception, match="Int8Experts"):
+        run("Int8Experts", inputs, attributes, has_kernels=True)
