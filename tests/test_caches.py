@@ -143,19 +143,27 @@ def test_other_rows_are_rounded_by_number(cache_dtype: str) -> None:
 # ---- Functions and kernels ----
 
 
-def _pass(rng: np.random.Generator, cache_dtype: str, B: int, T: int, S: int, H: int, G: int, D: int) -> list[np.ndarray]:
-    """What a call is fed: tables whose turns are exact, so that both sides store the same keys."""
+def _pass(
+    rng: np.random.Generator, cache_dtype: str, B: int, T: int, S: int, H: int, G: int, D: int, rotary_size: int = 0
+) -> list[np.ndarray]:
+    """What a call is fed: tables whose turns are exact, so that both sides store the same keys. Positions in any order."""
     q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
     past = [_stored(rng.normal(size=(B, G, S, D)).astype(np.float32), cache_dtype) for _ in range(2)]
-    angles = rng.integers(0, 4, (50, D // 2))
+    angles = rng.integers(0, 4, (50, (rotary_size or D) // 2))
     tables = [np.array(values, np.float32)[angles] for values in ([1, 0, -1, 0], [0, 1, 0, -1])]
     return [q[..., : H * D], k, v, *past, rng.integers(0, 50, (B, T)), *tables]
 
 
-def _call(cache_dtype: str, heads: int, kv_heads: int) -> onnx.ModelProto:
+def _call(
+    cache_dtype: str, heads: int, kv_heads: int, rotary_size: int = 0, visible_block: int | None = None
+) -> onnx.ModelProto:
     kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
     kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F]
-    return _model(CALLS[cache_dtype], kinds, [F, kind, kind], heads=heads, kv_heads=kv_heads)
+    name, settings = CALLS[cache_dtype], {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size}
+    if visible_block is not None:
+        name = name.replace("Cached", f"{functions.BLOCK}Cached")
+        settings["visible_block"] = visible_block
+    return _model(name, kinds, [F, kind, kind], **settings)
 
 
 SHAPES = st.tuples(
@@ -170,11 +178,20 @@ SHAPES = st.tuples(
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shape=SHAPES, seed=st.integers(0, 99))
-def test_kernels_attend_as_the_functions_say(kernels: str, cache_dtype: str, shape: tuple[int, ...], seed: int) -> None:  # noqa: F811
+@given(shape=SHAPES, seed=st.integers(0, 99), visible_block=st.none() | st.integers(1, 60), part=st.sampled_from([1, 2, 4]))
+def test_kernels_attend_as_the_functions_say(
+    kernels: str,  # noqa: F811
+    cache_dtype: str,
+    shape: tuple[int, ...],
+    seed: int,
+    visible_block: int | None,
+    part: int,
+) -> None:
+    """By blocks and without, and with a ``part`` of each head turned."""
     B, T, S, G, group, D = shape
-    feeds = _pass(np.random.default_rng(seed), cache_dtype, B, T, S, G * group, G, D)
-    model = _call(cache_dtype, G * group, G)
+    rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
+    feeds = _pass(np.random.default_rng(seed), cache_dtype, B, T, S, G * group, G, D, rotary_size)
+    model = _call(cache_dtype, G * group, G, rotary_size, visible_block)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
     for ours, theirs in zip(by_kernel[1:], by_function[1:], strict=True):

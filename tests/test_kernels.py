@@ -291,6 +291,20 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
     return _replaced(op_type, index, np.ones(shape, np.float32))
 
 
+def _by_blocks(length: object) -> Edit:
+    """Make attention that by blocks, with this ``visible_block``."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        for node in model.graph.node:
+            if node.op_type == "CachedAttention":
+                node.op_type = "BlockCachedAttention"
+                if length is not None:
+                    node.attribute.append(helper.make_attribute("visible_block", length))
+        model.functions.append(ir.to_proto(functions._DEFINITIONS["BlockCachedAttention"]()))
+
+    return edit
+
+
 GATE, MERGED, INT4, NVFP4 = "Int8GatedLinear", "Int8Linear3", "Int4Linear", "NVFP4Linear"
 LIES: dict[str, tuple[str, Edit]] = {
     "more columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [65])),
@@ -372,6 +386,15 @@ LIES: dict[str, tuple[str, Edit]] = {
     "positions behind the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1, 256]]))),
     "positions before the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, -1, 2]]))),
     "positions of another shape": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1]]))),
+    "blocks of no tokens": ("BlockCachedAttention", _by_blocks(0)),
+    "blocks of a negative number": ("BlockCachedAttention", _by_blocks(-4)),
+    "blocks beyond all positions": ("BlockCachedAttention", _by_blocks(1 << 40)),
+    "blocks of a text": ("BlockCachedAttention", _by_blocks("4")),
+    "blocks missing": ("BlockCachedAttention", _by_blocks(None)),
+    "more turned than a head has": (
+        "CachedAttention",
+        _both(_cut("CachedAttention", 6, 256, 9), _cut("CachedAttention", 7, 256, 9)),
+    ),
     "a bias of another vocabulary": ("Candidates", _cut("Candidates", 1, 159)),
     "a bias for each row": ("Candidates", _cut("Candidates", 1, 1, 160)),
     "logits of one token": ("Candidates", _cut("Candidates", 0, 1, 3, 1)),

@@ -19,6 +19,8 @@ definitions are what those kernels must compute.
                             q, k, v ``[B, T, heads * D]``, turned by position here
 ``Fp16CachedAttention``     the same with cached rows in fp16, past and present
 ``Int8CachedAttention``     the same with cached rows as INT8 codes, and each row's scale behind them
+``BlockCachedAttention``,   the same three in which a query sees the pass's own keys in blocks of ``visible_block`` positions up
+``Fp16``, ``Int8Block...``  to its own, ``pos_key // visible_block <= pos_query // visible_block``, and all cached rows
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
 ``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, the weight in NVFP4, x as it is
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
@@ -31,6 +33,9 @@ high one. Their scales are fp16 ``[N / 32, groups, 32]``; a group has ``group_si
 weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its
 high one. Their group scales are ``[N / 32, K / 16, 32]``. Weights of experts have these axes behind one of experts; those in
 fp32 lie in panels ``[N / 32, K, 32]``.
+
+The first features of a head turn, as many as the tables have: ``rotary_size``, 0 for all. Attention by blocks has names of its
+own, so that a runtime that does not know it goes by the definition.
 
 A cached row is one position's and head's. New rows are attended to as they are computed, in fp32, and stored rounded: later
 passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m and e, all int8: its numbers are ``code * scale``, its
@@ -55,6 +60,7 @@ LINEAR = ("Int8Linear", "Int4Linear")
 """The layers that quantise their inputs by rows: those over one input may be put together."""
 KERNELS = (
     *("CachedAttention", "Fp16CachedAttention", "Int8CachedAttention"),
+    *("BlockCachedAttention", "Fp16BlockCachedAttention", "Int8BlockCachedAttention"),
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
     *("Fp32Experts", "Int8Experts", "Int4Experts"),
@@ -62,6 +68,8 @@ KERNELS = (
     "Candidates",
 )
 """The functions that the native runtime has kernels for."""
+BLOCK = "Block"
+"""What the names of attention by blocks have."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
 """The float of every exponent field: ``2 ** (field - 127)``, but 0 and infinity at the ends."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
@@ -205,6 +213,7 @@ _Code = Callable[["Body", ir.Value], ir.Value]
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
+    """``name`` says whether queries see by blocks."""
     body = Body(name, "q k v past_key past_value position_ids cos sin")
     op, ints = body.op, body.ints
     q, k, v, past_key, past_value, positions, cos, sin = body.inputs
@@ -215,15 +224,26 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         split: ir.Value = op("Transpose", op("Reshape", value, shape), perm=[0, 2, 1, 3])
         return split
 
-    turned = op("RotaryEmbedding", by_head(q, "heads"), cos, sin, positions)
-    key = op("RotaryEmbedding", by_head(k, "kv_heads"), cos, sin, positions)
+    def turn(heads: ir.Value) -> Any:
+        size = ir.Attr("rotary_embedding_dim", ir.AttributeType.INT, None, ref_attr_name="rotary_size")
+        return op("RotaryEmbedding", heads, cos, sin, positions, rotary_embedding_dim=size)
+
+    turned, key = turn(by_head(q, "heads")), turn(by_head(k, "kv_heads"))
     value = by_head(v, "kv_heads")
     keys = op("Concat", read(body, past_key), key, axis=2)
     values = op("Concat", read(body, past_value), value, axis=2)
-    y = op("Transpose", op("Attention", turned, keys, values), perm=[0, 2, 1, 3])
+    attributes = ["heads", "kv_heads", "rotary_size"]
+    seen = []
+    if BLOCK in name:
+        attributes.append("visible_block")
+        blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
+        rows = op("Concat", op("Shape", positions, start=0, end=1), op("Shape", past_key, start=2, end=3), axis=0)
+        of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)  # the first block is seen by all
+        seen = [op("LessOrEqual", op("Unsqueeze", of_keys, ints(1, 2)), op("Unsqueeze", blocks, ints(1, 3)))]
+    y = op("Transpose", op("Attention", turned, keys, values, *seen), perm=[0, 2, 1, 3])
     return body.function(
         {"y": op("Reshape", y, ints(0, 0, -1)), "present_key": store(body, key), "present_value": store(body, value)},
-        {"heads": ir.AttributeType.INT, "kv_heads": ir.AttributeType.INT},
+        dict.fromkeys(attributes, ir.AttributeType.INT),
     )
 
 
@@ -267,6 +287,14 @@ def _read_int8(body: Body, rows: ir.Value) -> ir.Value:
     scale = op("Mul", op("Add", m, body.constant(np.float32(128))), power)
     found: ir.Value = op("Mul", op("Cast", codes, to=ir.DataType.FLOAT), scale)
     return found
+
+
+_CACHES: dict[str, tuple[_Code, _Code]] = {
+    "": (_as_it_is, _as_it_is),
+    "Fp16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
+    "Int8": (_store_int8, _read_int8),
+}
+"""How the name of attention begins -> how it stores the rows of its cache, and reads them."""
 
 
 def _candidates() -> ir.Function:
@@ -336,9 +364,11 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int4Linear3": lambda: _linear("Int4Linear3", 3, is_int4=True),
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
     **{name: functools.partial(experts, name) for name in EXPERTS},
-    "CachedAttention": lambda: _cached_attention("CachedAttention", _as_it_is, _as_it_is),
-    "Fp16CachedAttention": lambda: _cached_attention("Fp16CachedAttention", _as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
-    "Int8CachedAttention": lambda: _cached_attention("Int8CachedAttention", _store_int8, _read_int8),
+    **{
+        f"{stored}{kind}CachedAttention": functools.partial(_cached_attention, f"{stored}{kind}CachedAttention", *codes)
+        for kind in ("", BLOCK)
+        for stored, codes in _CACHES.items()
+    },
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,

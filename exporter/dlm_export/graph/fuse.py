@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +36,9 @@ class Fused:
     def as_dict(self) -> dict[str, Any]:
         """Plain values: ``kernels`` of the manifest."""
         return {"calls": dict(self.calls), "plain": dict(self.plain)}
+
+
+_Pattern: TypeAlias = "tuple[Any, ...] | str | float"
 
 
 class _Unlike(Exception):
@@ -162,30 +165,66 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
-    if len([value for value in attention.inputs if value is not None]) != 3:
-        raise _Unlike("a mask, which the kernel does not know")
     _refuse_settings(attention, ("is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "softmax_precision"))
+    if len(attention.inputs) > 4:
+        raise _Unlike("Attention with more inputs than a mask")
+    hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
     turned = _expect(attention.inputs[0], "RotaryEmbedding", "queries that are not turned by their positions")
     keys, values = (_expect(value, "Concat", "no cached rows in front of the pass's own") for value in attention.inputs[1:3])
     past_key, present_key = _both(keys)
     past_value, present_value = _both(values)
     rotated = _expect(present_key, "RotaryEmbedding", "keys that are not turned by their positions")
+    rotary_sizes = {node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)}
     for node in (turned, rotated):
-        _refuse_settings(node, ("rotary_embedding_dim", "interleaved"))  # the kernel turns whole heads, half against half
+        _refuse_settings(node, ("interleaved",))  # the kernel turns half against half
     tables = _all(turned.inputs[1:], 3)
-    if tables != _all(rotated.inputs[1:], 3):
+    if tables != _all(rotated.inputs[1:], 3) or len(rotary_sizes) > 1:
         raise _Unlike("queries and keys that turn by different positions or tables")
     merged = _only_user(attention.outputs[0], "Transpose")
     y = None if merged is None else _only_user(merged.outputs[0], "Reshape")
     if y is None:
         raise _Unlike("heads that are not put side by side, or that something else reads")
     parts = [_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value)]
-    inputs = [_merged(traced.model, attention, part) for part in parts]
     cos, sin, positions = tables
-    old = [y.outputs[0], present_key, present_value]
-    heads, kv_heads = parts[0].count, parts[1].count
+    seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
+    inputs = [_merged(traced.model, attention, part) for part in parts]
     given = [*inputs, past_key, past_value, positions, cos, sin]
-    _call(traced.model, attention, caches.ATTENTION, given, old, heads=heads, kv_heads=kv_heads)
+    old = [y.outputs[0], present_key, present_value]
+    sizes = {"heads": parts[0].count, "kv_heads": parts[1].count, "rotary_size": rotary_sizes.pop()}
+    _call(traced.model, attention, caches.ATTENTION[len(seen)], given, old, **sizes, **seen)
+
+
+_STARTS = ("Sub", "positions", ("Mod", "positions", "length"))
+_HIDDEN = ("Greater", ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), _STARTS), 1), ("Unsqueeze", _STARTS, 2))
+_HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
+"""What ``hiding`` of the denoiser is traced to: operators with their inputs, numbers, and names of what may be anything."""
+
+
+def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
+    """The length of the blocks by which keys are hidden. Raises _Unlike for a mask of anything else."""
+    found = {"positions": positions}
+    length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
+    if length is None:
+        raise _Unlike("a mask, and not that of blocks of positions")
+    return int(length)
+
+
+def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
+    """Whether a value is made as wanted; a name stands for the same value everywhere, which goes into ``found``."""
+    if value is None:
+        return False
+    if isinstance(wanted, str):
+        return found.setdefault(wanted, value) is value
+    if not isinstance(wanted, tuple):
+        return _number(value) == wanted
+    node = _producer(value, wanted[0])
+    return node is not None and all(map(_looks_like, node.inputs, wanted[1:], [found] * len(node.inputs)))
+
+
+def _number(value: ir.Value) -> float | None:
+    """The one number of a constant; None of anything else."""
+    tensor = ir.convenience.get_const_tensor(value)
+    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:

@@ -71,7 +71,7 @@ class _Copies:
         """The copy that a layer reads; None: what is in front of the layers or behind them."""
         scopes = [self.shared] if layer is None else [self.own[layer], self.shared]
         if layer is None and value.is_graph_input():
-            scopes.append(self.own[0])  # how many rows are cached is read of the first layer's cache
+            scopes += self.own  # how many rows are cached is read of some layer's cache
         found = next((scope[value] for scope in scopes if value in scope), None)
         where = "what is no layer" if layer is None else f"layer {layer}"
         assert found is not None, f"{where} reads {value.name}, which is neither its own, nor the stream, nor shared"

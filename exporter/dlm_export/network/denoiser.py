@@ -31,7 +31,7 @@ Past = tuple[Tensor, Tensor]
 class Packed:
     """Several passes in one row of tokens, one behind the other: each sees itself, and what is cached for it.
 
-    Of each pass its tokens, which keys its queries see (``visible_keys``), and its cached keys and values ``[1, Hkv, S, D]``.
+    Of each pass its tokens, what hides keys from its queries (``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
@@ -89,15 +89,19 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
-def visible_keys(block_length: int | None, position_ids: Tensor, cached: int) -> Tensor | None:
-    """Which keys each query of a pass sees, bool ``[B, 1, T, S + T]``, by ``AttentionSpec.visible_block``; None: all.
+def hiding(block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor | None:
+    """What is added to scores so that each query of a pass sees what ``AttentionSpec.visible_block`` says; None: all keys.
 
-    The ``cached`` rows S are of earlier blocks, and seen by every query.
+    ``[B, 1, T, S + T]`` in ``dtype``: 0 where a key is seen, as the ``cached`` rows S are by every query, else the lowest
+    finite number. Infinity would become NaN in kernels that take a softmax by tiles, where all of a tile is hidden.
     """
     if block_length is None:
         return None
-    starts = (position_ids - position_ids % block_length).unsqueeze(1)  # of each position's block
-    return F.pad(starts.unsqueeze(2) <= starts.unsqueeze(3), (cached, 0), value=True)
+    starts = position_ids - position_ids % block_length  # of each position's block
+    front = torch.full((starts.shape[0], cached), 0, device=starts.device)
+    keys = torch.cat((front, starts), 1)
+    is_hidden = keys.unsqueeze(1) > starts.unsqueeze(2)
+    return (is_hidden.to(dtype) * torch.finfo(dtype).min).unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -114,9 +118,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
 
-    def forward(
-        self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | Packed | None
-    ) -> tuple[Tensor, Past]:
+    def forward(self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
         if self.is_plain:  # queries that share a key lie on an axis of their own
@@ -128,22 +130,22 @@ class Attention(nn.Module):
         if turn is not None:
             q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
         if isinstance(past, Packed):
-            parts = [self._attend(q[:, :, at], k[:, :, at], v[:, :, at], seen, cached) for at, seen, cached in past.passes]
+            parts = [self._attend(q[:, :, at], k[:, :, at], v[:, :, at], hidden, cached) for at, hidden, cached in past.passes]
             y = torch.cat(parts, 1)
         else:
-            y = self._attend(q, k, v, is_visible, past)
+            y = self._attend(q, k, v, hidden, past)
         return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, past: Past | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None) -> Tensor:
         """``[B, T, heads..., D]``."""
         keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         if self.is_plain:  # two products, and a softmax in fp32
             scores = ((q * self.spec.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
-            if is_visible is not None:
-                scores = scores.where(is_visible.unsqueeze(1), -torch.inf)
+            if hidden is not None:
+                scores = scores + hidden.unsqueeze(1)
             y: Tensor = scores.softmax(-1).to(q.dtype) @ values.unsqueeze(2)
             return y.permute(0, 3, 1, 2, 4)
-        y = F.scaled_dot_product_attention(q, keys, values, is_visible, enable_gqa=self.spec.group > 1)
+        y = F.scaled_dot_product_attention(q, keys, values, hidden, enable_gqa=self.spec.group > 1)
         return y.transpose(1, 2)
 
 
@@ -165,10 +167,8 @@ class Block(nn.Module):
         )
         self.mlp_out_norm = norm("mlp_out_norm")
 
-    def forward(
-        self, x: Tensor, turn: Turn | None, is_visible: Tensor | None, past: Past | Packed | None
-    ) -> tuple[Tensor, Past]:
-        y, present = self.attention(self.attention_norm(x), turn, is_visible, past)
+    def forward(self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None) -> tuple[Tensor, Past]:
+        y, present = self.attention(self.attention_norm(x), turn, hidden, past)
         x = x + self.attention_out_norm(y)
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), present
 
@@ -205,6 +205,7 @@ class Denoiser(nn.Module):
         super().__init__()
         check_built(network)
         c = self.network = network
+        self.is_plain = is_plain
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size))
         self.blocks = nn.ModuleList(Block(layer, c.hidden_size, is_plain) for layer in c.layers)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
@@ -224,12 +225,13 @@ class Denoiser(nn.Module):
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
         cached = 0 if past is None else past[0][0].shape[2]
         rules = dict.fromkeys(layer.attention.visible_block for layer in self.network.layers)
-        is_visible = {rule: visible_keys(rule, position_ids, cached) for rule in rules}
+        dtype = torch.float32 if self.is_plain else x.dtype  # of the scores
+        hidden = {rule: hiding(rule, position_ids, cached, dtype) for rule in rules}
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             number = self._turned_by[i]
             turn = None if number is None else turns[number]
-            x, present = block(x, turn, is_visible[layer.attention.visible_block], None if past is None else past[i])
+            x, present = block(x, turn, hidden[layer.attention.visible_block], None if past is None else past[i])
             presents.append(present)
         return self.final_norm(x), presents
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Block, Packed, Past, RMSNorm, Rotary, Turn, check_built, visible_keys
+from dlm_export.network.denoiser import Block, Packed, Past, RMSNorm, Rotary, Turn, check_built, hiding
 from dlm_export.network.experts import Stacked
 from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
@@ -133,10 +133,10 @@ class Layered:
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
         """What goes into layer ``i`` beside the states of ``ids`` ``[B, T]``, the first of which stands at position ``first``.
 
-        What turns heads, which keys are seen, and ``past``: cached keys and values of other positions.
+        What turns heads, what hides keys, and ``past``: cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
-        return self._turn(i, positions), self._visible(i, positions, past), past
+        return self._turn(i, positions), self._hiding(i, positions, past), past
 
     def packed(self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]) -> tuple[Turn | None, None, Packed]:
         """What goes into layer ``i`` beside the states ``[1, tokens, hidden]`` of several passes, one behind the other.
@@ -147,7 +147,7 @@ class Layered:
         passes, start = [], 0
         for there, cached in zip(positions, past, strict=True):
             tokens = slice(start, start + there.shape[1])
-            passes.append((tokens, self._visible(i, there, cached), cached))
+            passes.append((tokens, self._hiding(i, there, cached), cached))
             start = tokens.stop
         return self._turn(i, torch.cat(positions, 1)), None, Packed(passes)
 
@@ -155,9 +155,9 @@ class Layered:
         number = self._turned_by[i]
         return None if number is None else (self._rotary[number].cos, self._rotary[number].sin, positions)
 
-    def _visible(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
+    def _hiding(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
         cached = 0 if past is None else past[0].shape[2]
-        return visible_keys(self.network.layers[i].attention.visible_block, positions, cached)
+        return hiding(self.network.layers[i].attention.visible_block, positions, cached, self.dtype)
 
     def final_norm(self) -> RMSNorm:
         """The norm behind the last layer."""

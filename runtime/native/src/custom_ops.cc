@@ -128,6 +128,7 @@ struct Node {
   std::array<int64_t, kMostWeights> columns{};  // of a linear layer
   int64_t group_size = 0;                       // of Int4Linear
   int64_t heads = 0, kv_heads = 0;              // of CachedAttention
+  int64_t visible_block = 0;                    // of BlockCachedAttention
 };
 
 struct Definition {
@@ -307,6 +308,13 @@ void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
     fail(DLM_BAD_BUNDLE, "%lld heads on %lld", static_cast<long long>(node.heads), static_cast<long long>(node.kv_heads));
 }
 
+void read_block(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_heads(api, info, node);
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "visible_block", &node.visible_block), kWhere);
+  if (node.visible_block < 1 || node.visible_block > INT32_MAX)
+    fail(DLM_BAD_BUNDLE, "blocks of %lld tokens", static_cast<long long>(node.visible_block));
+}
+
 template <CacheType kCache>
 void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
@@ -320,11 +328,14 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   pass.batch = q.dims[0];
   pass.tokens = q.dims[1];
   pass.cached = past_keys.dims[2];
-  pass.head_size = 2 * cos.dims[1];
+  pass.head_size = q.dims[2] / node.heads;
+  pass.rotary_size = 2 * cos.dims[1];
   pass.table_rows = cos.dims[0];
+  pass.visible_block = node.visible_block;
   const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads, D = pass.head_size;
   const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
-  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || D < 2 || D > kLargestHeadSize || !q.is({B, T, H * D}) ||
+  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX || pass.rotary_size < 2 ||
+      pass.rotary_size > D || D > kLargestHeadSize || !q.is({B, T, H * D}) ||
       !k.is({B, T, G * D}) || !v.is({B, T, G * D}) || !past_keys.is({B, G, S, width}) ||
       !past_values.is({B, G, S, width}) || !positions.is({B, T}))
     fail(DLM_BAD_BUNDLE, "the shapes of %lld heads on %lld do not fit each other", static_cast<long long>(H),
@@ -443,6 +454,9 @@ constexpr Definition kDefinitions[] = {
     {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, attend<CacheType::fp32>},
     {"Fp16CachedAttention", {F, F, F, H, H, kInt64, F, F}, 8, {F, H, H}, 3, 0, false, read_heads, attend<CacheType::fp16>},
     {"Int8CachedAttention", {F, F, F, I, I, kInt64, F, F}, 8, {F, I, I}, 3, 0, false, read_heads, attend<CacheType::int8>},
+    {"BlockCachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_block, attend<CacheType::fp32>},
+    {"Fp16BlockCachedAttention", {F, F, F, H, H, kInt64, F, F}, 8, {F, H, H}, 3, 0, false, read_block, attend<CacheType::fp16>},
+    {"Int8BlockCachedAttention", {F, F, F, I, I, kInt64, F, F}, 8, {F, I, I}, 3, 0, false, read_block, attend<CacheType::int8>},
     {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
 };
 

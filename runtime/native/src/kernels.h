@@ -133,21 +133,28 @@ struct Nvfp4Linear {
 // them (kernels_rows.h).
 enum class CacheType { fp32, fp16, int8 };
 
-// Attention of the new tokens over cached and new rows, both ways; q, k and v are [B, T, heads, D], not yet turned by position.
-// Cached rows are attended to as they are stored, new ones as they were computed.
+// Attention of the new tokens over cached and new rows; q, k and v are [B, T, heads, D], not yet turned by position, by which the
+// first rotary_size of D turn. Every query sees all cached rows, and of new ones all (visible_block 0) or those of blocks up to its
+// own of so many positions. Cached rows are attended to as they are stored, new ones as they were computed.
 struct CachedAttention {
   CacheType cache;
   const float *q, *k, *v;               // [B, T, H, D], [B, T, Hkv, D] twice
   const void *past_keys, *past_values;  // [B, Hkv, S] rows
   const int64_t* positions;              // [B, T]
-  const float *cos, *sin;                // [table_rows, D / 2]
-  int64_t batch, tokens, cached, heads, kv_heads, head_size, table_rows;
+  const float *cos, *sin;                // [table_rows, rotary_size / 2]
+  int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block;
   float* y;                               // [B, T, H, D]
   float *new_keys, *new_values;          // [B, Hkv, T, D]
   void *present_keys, *present_values;   // [B, Hkv, T] rows; those of an fp32 cache are new_keys and new_values
 
   int64_t row_bytes() const {
     return cache == CacheType::fp32 ? 4 * head_size : cache == CacheType::fp16 ? 2 * head_size : head_size + kRowScaleBytes;
+  }
+
+  // The last position that a query at this one sees, of those that have a row of the tables.
+  int32_t last_seen(int64_t position) const {
+    const int64_t end = (position / visible_block + 1) * visible_block;
+    return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
   }
 
   // Whether every position has a row of the tables. The kernel must not run otherwise.

@@ -6,10 +6,13 @@
 namespace {
 
 constexpr int kKeys = 64;          // whose scores are held at a time
+constexpr float kLowest = -3.4028235e38f;
 constexpr int64_t kWidened = 4096;  // numbers of stored rows that are held as floats at a time, in the first-level cache
 
-// x [D] turned by a row of the tables [D / 2], rotate-half.
-inline void turn(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+// x [D] of a head, the first rotary_size of it turned by a position's row of the tables, rotate-half.
+inline void turn(const dlm::CachedAttention& a, const float* x, int64_t position, float* out) {
+  const int64_t half = a.rotary_size / 2;
+  const float *const cos = a.cos + position * half, *const sin = a.sin + position * half;
   int64_t d = 0;
   for (; d + kLanes <= half; d += kLanes) {
     const F c = simd::load(cos + d), s = simd::load(sin + d), first = simd::load(x + d), second = simd::load(x + half + d);
@@ -21,6 +24,7 @@ inline void turn(const float* x, const float* cos, const float* sin, int64_t hal
     out[d] = first * cos[d] - second * sin[d];
     out[half + d] = second * cos[d] + first * sin[d];
   }
+  for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
 }
 
 // Attention of kQueries queries over the same keys, one a lane of kVectors vectors, with the softmax taken over keys as they
@@ -40,12 +44,40 @@ class Softmax {
     for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
   }
 
+  // Lets the query of each lane see keys at positions up to its own of `last_seen` alone, where positions are said.
+  void set_last_seen(const int32_t* last_seen) {
+    first_limit_ = last_limit_ = last_seen[0];
+    for (int lane = 1; lane < kQueries; ++lane) {
+      if (last_seen[lane] < first_limit_) first_limit_ = last_seen[lane];
+      if (last_seen[lane] > last_limit_) last_limit_ = last_seen[lane];
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      last_seen_[v] = simd::iload(last_seen + v * kLanes);
+      largest_[v] = simd::set(kLowest);  // finite: the first keys may be hidden from a lane, all of them
+    }
+  }
+
   // `rows` keys and values [rows, D].
   void add(const float* keys, const float* values, int64_t rows) {
     for (int64_t from = 0; from < rows; from += kKeys) {
       const int64_t count = least(kKeys, rows - from);
-      score(keys + from * head_size_, count);
+      score<false>(keys + from * head_size_, nullptr, count);
       weigh(values + from * head_size_, count);
+    }
+  }
+
+  // The same at `positions` [rows], in any order: nothing is computed for runs of keys that no lane sees.
+  void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
+    for (int64_t from = 0, end; from < rows; from = end) {
+      end = from + 1;
+      if (positions[from] > last_limit_) continue;
+      end = least(from + kKeys, rows);
+      while (positions[end - 1] > last_limit_) --end;
+      bool is_seen_by_all = true;
+      for (int64_t i = from; i < end; ++i) is_seen_by_all &= positions[i] <= first_limit_;
+      if (is_seen_by_all) score<false>(keys + from * head_size_, nullptr, end - from);
+      else score<true>(keys + from * head_size_, positions + from, end - from);
+      weigh(values + from * head_size_, end - from);
     }
   }
 
@@ -57,7 +89,7 @@ class Softmax {
     for (int64_t from = 0; from < rows; from += together) {
       const int64_t count = least(together, rows - from);
       for (int64_t j = 0; j < count; ++j) Rows::widen(keys + (from + j) * bytes, head_size_, wide + j * head_size_);
-      score(wide, count);
+      score<false>(wide, nullptr, count);
       for (int64_t j = 0; j < count; ++j) Rows::widen(values + (from + j) * bytes, head_size_, wide + j * head_size_);
       weigh(wide, count);
     }
@@ -71,7 +103,9 @@ class Softmax {
   }
 
  private:
-  void score(const float* keys, int64_t count) {
+  // Where kHides, only the lanes that see a position have a score there, and a weight.
+  template <bool kHides>
+  void score(const float* keys, const int64_t* positions, int64_t count) {
     F largest[kVectors];
     for (int v = 0; v < kVectors; ++v) largest[v] = largest_[v];
     for (int64_t from = 0; from < count; from += simd::kKeyBlock) {
@@ -98,6 +132,11 @@ class Softmax {
       float* const out = scores_ + from * kQueries;
       unroll<kSums>([&](auto i) __attribute__((always_inline)) {
         constexpr int v = i % kVectors;
+        if constexpr (kHides) {
+          const int64_t key = least(from + i / kVectors, count - 1);
+          const F behind = simd::to_float(simd::isub(simd::iset(static_cast<int32_t>(positions[key])), last_seen_[v]));
+          sums[i] = simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
+        }
         largest[v] = simd::max(sums[i], largest[v]);  // of a NaN nothing: it comes back through the exponential
         simd::store(out + i * kLanes, sums[i]);
       });
@@ -107,7 +146,9 @@ class Softmax {
       F total = simd::mul(total_[v], shrink_[v]);
       for (int64_t j = 0; j < count; ++j) {
         float* const at = scores_ + j * kQueries + v * kLanes;
-        const F weight = exp2(simd::sub(simd::load(at), largest[v]));
+        const F sum = simd::load(at);
+        F weight = exp2(simd::sub(sum, largest[v]));
+        if constexpr (kHides) weight = simd::select_greater(simd::set(kLowest), sum, simd::zero(), weight);
         simd::store(at, weight);
         total = simd::add(total, weight);
       }
@@ -148,6 +189,8 @@ class Softmax {
 
   const int64_t head_size_;
   F largest_[kVectors], total_[kVectors], shrink_[kVectors];
+  I last_seen_[kVectors];
+  int32_t first_limit_, last_limit_;  // the least and the greatest of these
   alignas(64) float scores_[kKeys * kQueries];
   alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
@@ -165,11 +208,11 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
 
 // The new keys and values of one head in the cache's layout, as computed and as stored.
 inline void keep_new_rows(const dlm::CachedAttention& a, int64_t b, int64_t kv_head) {
-  const int64_t D = a.head_size, half = D / 2, T = a.tokens, cache = b * a.kv_heads + kv_head;
+  const int64_t D = a.head_size, T = a.tokens, cache = b * a.kv_heads + kv_head;
   float *const keys = a.new_keys + cache * T * D, *const values = a.new_values + cache * T * D;
   for (int64_t t = 0; t < T; ++t) {
-    const int64_t from = ((b * T + t) * a.kv_heads + kv_head) * D, position = a.positions[b * T + t];
-    turn(a.k + from, a.cos + position * half, a.sin + position * half, half, keys + t * D);
+    const int64_t from = ((b * T + t) * a.kv_heads + kv_head) * D;
+    turn(a, a.k + from, a.positions[b * T + t], keys + t * D);
     __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
   }
   if (a.cache == dlm::CacheType::fp32) return;
@@ -198,7 +241,7 @@ void add_past(const dlm::CachedAttention& a, int64_t cache, Attending& softmax) 
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
-  const int64_t D = a.head_size, half = D / 2, T = a.tokens, group = a.heads / a.kv_heads;
+  const int64_t D = a.head_size, T = a.tokens, group = a.heads / a.kv_heads;
   const int64_t queries = T * group, tiles = (queries + kQueries - 1) / kQueries, caches = a.batch * a.kv_heads;
   if (tiles > 1) {  // whose tasks all read the new rows
     parallel.each(static_cast<size_t>(caches), [&](size_t i) {
@@ -216,14 +259,19 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     };
     Softmax<kVectors> softmax(D);
     alignas(64) float row[dlm::kLargestHeadSize];
+    int32_t last_seen[kQueries];
     for (int64_t lane = 0; lane < kQueries; ++lane) {
       const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
       const int64_t position = a.positions[b * T + query / group];
-      turn(a.q + offset(query), a.cos + position * half, a.sin + position * half, half, row);
+      turn(a, a.q + offset(query), position, row);
       softmax.set_query(lane, row, scale);
+      if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
     }
+    if (a.visible_block != 0) softmax.set_last_seen(last_seen);
     add_past(a, cache, softmax);
-    softmax.add(a.new_keys + cache * T * D, a.new_values + cache * T * D, T);
+    const float *const keys = a.new_keys + cache * T * D, *const values = a.new_values + cache * T * D;
+    if (a.visible_block != 0) softmax.add_seen(keys, values, a.positions + b * T, T);
+    else softmax.add(keys, values, T);
     for (int64_t query = first; query < last; ++query) softmax.get_result(query - first, a.y + offset(query));
   });
 }

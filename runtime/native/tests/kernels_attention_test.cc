@@ -100,7 +100,7 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
 struct Attention {
   int64_t B, T, S, H, G, D;  // G: heads of keys and values
   CacheType cache = CacheType::fp32;
-  int64_t table_rows = 50;
+  int64_t rotary_size = D, table_rows = 50, visible_block = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past ones are multiples of 2 ^ -5 below 4
   std::vector<int64_t> positions;
   Floats y, new_keys, new_values;
@@ -131,7 +131,7 @@ struct Attention {
             stored_keys.data(), stored_values.data(),
             positions.data(),
             cos.data(), sin.data(),
-            B, T, S, H, G, D, table_rows,
+            B, T, S, H, G, D, rotary_size, table_rows, visible_block,
             y.data(),
             new_keys.data(), new_values.data(),
             is_fp32 ? static_cast<void*>(new_keys.data()) : present_keys.data(),
@@ -142,8 +142,8 @@ struct Attention {
   // x [B, T, heads, D] turned, at [b, t, head].
   std::vector<double> turned(const Floats& x, int64_t heads, int64_t b, int64_t t, int64_t head) const {
     const float* const row = x.data() + ((b * T + t) * heads + head) * D;
-    const int64_t half = D / 2, at = positions[static_cast<size_t>(b * T + t)] * half;
-    std::vector<double> out(static_cast<size_t>(D));
+    const int64_t half = rotary_size / 2, at = positions[static_cast<size_t>(b * T + t)] * half;
+    std::vector<double> out(row, row + D);
     for (int64_t d = 0; d < half; ++d) {
       const double c = cos[static_cast<size_t>(at + d)], s = sin[static_cast<size_t>(at + d)];
       out[static_cast<size_t>(d)] = row[d] * c - row[half + d] * s;
@@ -163,12 +163,22 @@ struct Attention {
     return all;
   }
 
+  // Whether the query of token t sees the key of token j.
+  bool sees(int64_t b, int64_t t, int64_t j) const {
+    const auto block = [&](int64_t token) { return positions[static_cast<size_t>(b * T + token)] / visible_block; };
+    return visible_block == 0 || block(j) <= block(t);
+  }
+
  private:
   std::vector<double> attend(int64_t b, int64_t t, int64_t h) const {
     const int64_t g = h / (H / G), cache = (b * G + g) * S * D;
     const std::vector<double> query = turned(q, H, b, t, h);
     std::vector<double> weights;
     for (int64_t j = 0; j < S + T; ++j) {
+      if (j >= S && !sees(b, t, j - S)) {
+        weights.push_back(-kInfinity);
+        continue;
+      }
       const float* const past = past_keys.data() + cache + j * D;
       const std::vector<double> key = j < S ? std::vector<double>(past, past + D) : turned(k, G, b, j - S, g);
       double score = 0;
@@ -181,7 +191,8 @@ struct Attention {
     std::vector<double> out(static_cast<size_t>(D));
     for (int64_t j = 0; j < S + T; ++j) {
       const float* const value = j < S ? past_values.data() + cache + j * D : v.data() + ((b * T + j - S) * G + g) * D;
-      for (int64_t d = 0; d < D; ++d) out[static_cast<size_t>(d)] += weights[static_cast<size_t>(j)] / total * value[d];
+      const double weight = weights[static_cast<size_t>(j)] / total;
+      for (int64_t d = 0; d < D && weight != 0; ++d) out[static_cast<size_t>(d)] += weight * value[d];
     }
     return out;
   }
@@ -220,6 +231,61 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     for (const int64_t G : {1, 2, 3, 6}) check(cache, 3, 9, 5, 6, G, 12);
     check(cache, 2, 33, 70, 4, 2, 64);
     check(cache, 1, 3, 70, 1, 1, 512);
+  }
+}
+
+// Blocks of any length over positions in order, from wherever they start, and in any order, some of them left out; a part of
+// each head turned. Rows are equal to the bit whatever stands behind their blocks.
+void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(15);
+  InOrder in_order;
+  const auto check = [&](int64_t n, bool is_shuffled, int64_t T, int64_t S, int64_t H, int64_t G, int64_t D) {
+    tally.about = std::string(kernels.name) + ", blocks of";
+    for (const int64_t one : {n, int64_t{is_shuffled}, T, S, H, G, D}) tally.about += " " + std::to_string(one);
+    Attention attention(numbers, 2, T, S, H, G, D);
+    attention.visible_block = n;
+    attention.rotary_size = D / 4 * 2;
+    const int64_t first = numbers.below(attention.table_rows - T + 1);
+    std::vector<int64_t> order(static_cast<size_t>(attention.table_rows));
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
+    for (size_t i = order.size(); is_shuffled && i-- > 1;)
+      std::swap(order[i], order[static_cast<size_t>(numbers.below(static_cast<int64_t>(i) + 1))]);
+    for (int64_t i = 0; i < 2 * T; ++i) attention.positions[static_cast<size_t>(i)] = order[static_cast<size_t>(first + i % T)];
+    for (const CacheType cache : kCaches) {
+      attention.cache = cache;
+      attention.run(kernels, in_order);
+      CHECK(distance(attention.y, attention.expected(), 1) < kAttentionTolerance);
+      Attention other = attention;
+      const int64_t changed = numbers.below(T);
+      for (int64_t i = changed * G * D; i < (changed + 1) * G * D; ++i) {
+        other.k[static_cast<size_t>(i)] += 3;
+        other.v[static_cast<size_t>(i)] += 3;
+      }
+      other.run(kernels, in_order);
+      for (int64_t t = 0; t < 2 * T; ++t) {
+        const auto row = [&](const Floats& y) { return Floats(y.data() + t * H * D, y.data() + (t + 1) * H * D); };
+        CHECK((t < T && attention.sees(0, t, changed)) || same_bits(row(attention.y), row(other.y)));
+      }
+    }
+  };
+  for (const int64_t n : {1, 2, 4, 5, 8, 32, 49, 50, 64, INT32_MAX})
+    for (const bool is_shuffled : {false, true}) {
+      for (const int64_t T : {1, 4, 17, 33, 50}) check(n, is_shuffled, T, 3, 2, 1, 20);
+      check(n, is_shuffled, 50, 0, 4, 4, 8);
+    }
+}
+
+// A pass over keys that all queries see computes what it does without blocks, to the bit.
+void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(16);
+  InOrder in_order;
+  tally.about = kernels.name;
+  for (const int64_t T : {1, 4, 32, 50}) {
+    Attention full(numbers, 1, T, 70, 4, 2, 16), block = full;
+    block.visible_block = 50;
+    full.run(kernels, in_order);
+    block.run(kernels, in_order);
+    CHECK(same_bits(full.y, block.y));
   }
 }
 
@@ -283,6 +349,7 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
   tally.about = kernels.name;
   Numbers numbers(10);
   Attention attention(numbers, 2, 40, 33, 4, 2, 20);
+  attention.visible_block = 3;
   for (const CacheType cache : kCaches) {
     attention.cache = cache;
     check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
@@ -310,6 +377,8 @@ void test_positions_outside_the_tables_are_seen(Tally& tally) {
 
 void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_shapes(tally, kernels);
+  test_queries_see_blocks_up_to_their_own(tally, kernels);
+  test_a_pass_over_one_block_is_full_attention(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);
   test_order_of_tasks_does_not_change_a_bit(tally, kernels);
