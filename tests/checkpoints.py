@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -119,6 +120,24 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def sdar_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny SDAR under the released keys: Qwen3's, and the length of a block."""
+    other = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4, "fuse_cross_entropy": True}
+    return a2d_qwen3_config(**other | {"tie_word_embeddings": False} | changes)
+
+
+def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny Fast-dLLM v2 under the released keys: Qwen2.5's, and the length of a block; no mask token."""
+    other = {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 32}
+    return dream_config(**other | {"tie_word_embeddings": True, "mask_token_id": None} | changes)
+
+
+def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny Qwen2, Qwen3 or Llama converted to a denoiser (A2D)."""
+    named = {"architectures": [f"A2D{trunk}LMHeadModel"], "model_type": f"a2d-{trunk.lower()}"}
+    return (a2d_qwen3_config if trunk == "Qwen3" else dream_config)(**named | changes)
+
+
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
@@ -218,7 +237,11 @@ def _qwen_shapes(
 SHAPES = {
     "LLaDAModelLM": llada_shapes,
     "DreamModel": dream_shapes,
+    "Fast_dLLM_QwenForCausalLM": dream_shapes,
+    "SDARForCausalLM": a2d_qwen3_shapes,
+    "A2DQwen2LMHeadModel": dream_shapes,
     "A2DQwen3LMHeadModel": a2d_qwen3_shapes,
+    "A2DLlamaLMHeadModel": functools.partial(_qwen_shapes, bias=False),
     "LLaDAMoEModelLM": llada_moe_shapes,
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import a2d_qwen3_config, dream_config, llada_config, write_checkpoint
+from checkpoints import a2d_qwen3_config, dream_config, llada_config, sdar_config, write_checkpoint
 from click.testing import CliRunner, Result
 from denoisers import load
 
@@ -45,8 +45,10 @@ LAYOUTS = {
     "llada": llada_config(n_kv_heads=2, include_qkv_bias=True, auto_map=AUTO_MAP),
     "dream": dream_config(),
     "a2d-qwen3": a2d_qwen3_config(),
+    "sdar": sdar_config(),
 }
-KINDS = {"llada": golden.RELEASED, "dream": golden.TRUNK, "a2d-qwen3": golden.TRUNK}
+KINDS = {"llada": golden.RELEASED, "dream": golden.TRUNK, "a2d-qwen3": golden.TRUNK, "sdar": golden.TRUNK}
+SIGHT = {"dream": "every position visible", "a2d-qwen3": "every position visible", "sdar": "blocks of 4 visible to themselves"}
 
 
 def _layouts(*names: str) -> list[Any]:
@@ -118,13 +120,13 @@ def check_logits(checkpoint: Path, found: Golden) -> None:
 # ---- Parity with the released code ----
 
 
-@pytest.mark.parametrize("name", _layouts("llada", "dream", "a2d-qwen3"))
+@pytest.mark.parametrize("name", _layouts(*LAYOUTS))
 def test_a_bundle_equals_the_code_from_outside(captured: Captured, name: str, tmp_path: Path) -> None:
     checkpoint, file, told = captured(name)
     assert (told["golden"]["kind"], told["rows"], told["canvases"]) == (KINDS[name], 320, 20)
     result = run("verify", build(checkpoint, tmp_path / "bundle"), "--golden", file)
     assert result.exit_code == 0, result.output
-    assert {golden.RELEASED: "released code's", golden.TRUNK: "every position visible"}[KINDS[name]] in result.stdout
+    assert SIGHT.get(name, "released code's") in result.stdout
 
 
 @pytest.mark.parametrize("name", _layouts("dream"))
@@ -194,7 +196,6 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
     result = run("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trunk")
     assert result.exit_code == 0, result.output
     assert "transformers' trunk with every position visible (Qwen2ForCausalLM" in result.stdout
-    assert "every position sees every other" in result.stdout
 
 
 def test_a_class_of_transformers_runs_as_it_is(captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +242,21 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
     "logits of another size": (_replace(LOGITS, f"{LOGITS}[..., 1:]"), r"gives logits \[1, 60, 159\], expected \[1, 60, 160\]"),
     "NaN": (_replace(LOGITS, f"{LOGITS} / 0 * 0"), "gives NaN or infinite logits"),
 }
+
+
+def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
+    """A class that is to be called with a mask sees everything without one."""
+    config = sdar_config(auto_map={"AutoModel": "modeling_sdar.SDARForCausalLM"})
+    checkpoint = write_checkpoint(tmp_path / "sdar", config)
+    (checkpoint / "modeling_sdar.py").write_text(
+        "import torch\nfrom transformers import Qwen3Config, Qwen3ForCausalLM\n\n\n"
+        "class SDARForCausalLM(Qwen3ForCausalLM):\n    config_class = Qwen3Config\n\n"
+        "    def forward(self, input_ids, use_cache=None):\n        length = input_ids.shape[1]\n"
+        "        return super().forward(input_ids, attention_mask=torch.zeros(1, 1, length, length), use_cache=False)\n"
+    )
+    result = run("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trust-remote-code")
+    assert result.exit_code == 1, result.output
+    assert "position 0 sees position 4, behind its block. Pass --trunk" in result.stderr
 
 
 @pytest.mark.parametrize("name", OF_NO_USE)

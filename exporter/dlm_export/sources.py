@@ -69,14 +69,14 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
 
 
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
-    """Open the source that a bundle was built from, with its mask token and canvas length; ``manifest`` is the bundle's.
+    """Open the source that a bundle was built from, by its mask token, canvas and blocks; ``manifest`` is the bundle's.
 
     Raises CheckpointError, BundleError; CheckpointError too for a source of another denoiser, with what differs.
     """
     built = network_of(manifest)
     overrides = None
     if not (path / MANIFEST_FILE).is_file():
-        overrides = Overrides(built.mask_token_id, built.max_canvas_length)
+        overrides = Overrides(built.mask_token_id, built.max_canvas_length, built.layers[0].attention.block_length)
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)
     if (found := built.difference(source.network)) is not None:
@@ -169,7 +169,9 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
             f"{' or '.join(graph.PRECISIONS)}."
         )
     if overrides != Overrides():
-        raise CheckpointError(f"{path}: a bundle's mask token and canvas stay as they were built; start from the checkpoint")
+        raise CheckpointError(
+            f"{path}: a bundle's mask token, canvas and blocks stay as they were built; start from the checkpoint"
+        )
     network = network_of(manifest)
     files = text_files(manifest, path)
     text = TokenizerFiles(

@@ -15,7 +15,7 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("-o", "--output", required=True, type=OUTPUT, help="File to write; its name ends in .npz.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python files that came with the checkpoint.")
-@click.option("--trunk", is_flag=True, help="Run transformers' class of the same layers instead, everything visible.")
+@click.option("--trunk", is_flag=True, help="Run transformers' class of the same layers instead, under a mask.")
 @click.option("--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids.")
 @click.option("--count", type=click.IntRange(1, 100), default=4, show_default=True, help="Prompts at each mask ratio.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, masks and rows.")

@@ -47,6 +47,11 @@ SOURCE_OPTIONS = (
         type=click.IntRange(1, 1 << 20),
         help="Longest canvas in tokens, prompt included.  [default: the checkpoint's]",
     ),
+    click.option(
+        "--attention-block",
+        type=click.IntRange(1, 1 << 20),
+        help="Tokens of a block that sees itself and those before it, where the checkpoint does not say them.",
+    ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 engine_option = click.option(
@@ -340,7 +345,7 @@ def overrides(values: dict[str, Any]) -> Overrides:
     """``SOURCE_OPTIONS`` as a source takes them; a command without them overrides nothing."""
     from dlm_export.families.base import Overrides
 
-    return Overrides(values.get("mask_token_id"), values.get("max_canvas_length"))
+    return Overrides(values.get("mask_token_id"), values.get("max_canvas_length"), values.get("attention_block"))
 
 
 def budgets(values: dict[str, Any]) -> Budgets:

@@ -50,7 +50,7 @@ def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_jso
     if (source is None) == (values["sizes"] is None):
         raise click.UsageError("give a checkpoint or bundle, or --sizes")
     if source is None or (source / "manifest.json").is_file():
-        refuse(values, ("mask_token_id", "max_canvas_length"), "is for checkpoints")
+        refuse(values, ("mask_token_id", "max_canvas_length", "attention_block"), "is for checkpoints")
     targets = planner.find_targets(names)
     request = planner.Request(
         prompt_tokens=values["prompt_tokens"],

@@ -10,12 +10,15 @@ import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
-from dlm_export.families import a2d, dream, llada, llada_moe
+from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada_moe, sdar
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.weights import Weights, layered, load
 from dlm_export.network.spec import NetworkSpec, rotary_table
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llada.FAMILY, dream.FAMILY, a2d.FAMILY, llada_moe.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (llada.FAMILY, llada_moe.FAMILY, dream.FAMILY, *a2d.FAMILIES, sdar.FAMILY, fast_dllm_v2.FAMILY)
+}
 
 
 def find(checkpoint: Checkpoint) -> Family:
@@ -31,7 +34,12 @@ def find(checkpoint: Checkpoint) -> Family:
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """What a checkpoint's denoiser is. Raises CheckpointError."""
+    block = overrides.attention_block
+    if block is not None and block < 1:
+        raise CheckpointError(f"{checkpoint.path}: --attention-block {block}: blocks have at least one token")
     network = find(checkpoint).read(checkpoint, overrides)
+    if block is not None and any(layer.attention.block_length != block for layer in network.layers):
+        raise CheckpointError(f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks")
     for layer in network.layers:
         table = rotary_table(layer.attention)
         if table is not None and (table.size % 2 or table.size == 0):

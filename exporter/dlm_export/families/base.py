@@ -83,6 +83,7 @@ class Overrides:
 
     mask_token_id: int | None = None
     max_canvas_length: int | None = None
+    attention_block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Family:
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The class of transformers whose layers and tensor names these are, for ``capture``; it is run with everything visible."""
+    """The class of transformers whose layers and tensor names these are, for ``capture``; it sees what the network sees."""
 
 
 @dataclass(frozen=True)

@@ -70,15 +70,22 @@ class SpecialTokens:
     pad: int | None
 
 
-def special_tokens(checkpoint: Checkpoint, vocab_size: int, overrides: Overrides) -> SpecialTokens:
-    """Find the special ids; never guess the mask token. Raises CheckpointError."""
+def special_tokens(
+    checkpoint: Checkpoint, vocab_size: int, overrides: Overrides, mask_text: str | None = None
+) -> SpecialTokens:
+    """Find the special ids; never guess the mask token. ``mask_text``: the mask token of releases that give it no name.
+
+    Raises CheckpointError.
+    """
     config = checkpoint.config
     mask = overrides.mask_token_id
-    for found in (config.get("mask_token_id"), _tokenizer_id(checkpoint, "mask_token")):
+    for found in (config.get("mask_token_id"), _named_id(checkpoint, "mask_token"), _id_of(checkpoint, mask_text)):
         mask = found if mask is None else mask
     if mask is None:
+        other = "" if mask_text is None else f", nor {mask_text} among the added tokens"
         raise CheckpointError(
-            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json. Pass --mask-token-id."
+            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json{other}. "
+            "Pass --mask-token-id."
         )
     eos: list[int] = []
     generation = checkpoint.optional_json("generation_config.json")
@@ -100,14 +107,35 @@ def special_tokens(checkpoint: Checkpoint, vocab_size: int, overrides: Overrides
     return SpecialTokens(mask, tuple(eos), pad)
 
 
-def _tokenizer_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """The id of a special token that tokenizer_config.json names, by its table of added tokens."""
-    config = checkpoint.optional_json("tokenizer_config.json")
-    token = config.get(name)
-    text = token.get("content") if isinstance(token, dict) else token
-    added = config.get("added_tokens_decoder")
+def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
+    """The tokens of a block that sees itself and those before it: as the user says, else as config.json has it under ``key``.
+
+    Raises CheckpointError where neither says it, and for a length below 1.
+    """
+    config = checkpoint.config
+    found = config.get(key)
+    if overrides.attention_block is None and found is None:
+        raise CheckpointError(
+            f"{config.path}: {key} is missing, and a guess would change what the network computes. Pass --attention-block with "
+            "the length of the blocks that it was trained by."
+        )
+    return overrides.attention_block if overrides.attention_block is not None else config.integer(key)
+
+
+def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
+    """The id of a special token that tokenizer_config.json names."""
+    token = checkpoint.optional_json("tokenizer_config.json").get(name)
+    return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
+
+
+def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
+    """The id of an added token, by the table in tokenizer_config.json or by added_tokens.json."""
+    if not isinstance(text, str):
+        return None
+    added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else []:
-        if text is not None and isinstance(entry, dict) and entry.get("content") == text:
+        if isinstance(entry, dict) and entry.get("content") == text:
             # Ten digits are no token id, and thousands of them more than int() takes.
             return int(number) if number.isdecimal() and len(number) < 10 else None
-    return None
+    found = checkpoint.optional_json("added_tokens.json").get(text)
+    return found if isinstance(found, int) else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import reprlib
 
-from dlm_export.checkpoints.folder import CheckpointError, Config
-from dlm_export.families.base import Layout
-from dlm_export.families.reading import read_rope
-from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.families.base import Layout, Overrides
+from dlm_export.families.reading import read_rope, special_tokens
+from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec
 
 TRUNK = Layout(
     embed="model.embed_tokens",
@@ -31,8 +31,50 @@ TRUNK = Layout(
 """Tensor names of transformers' Llama, Qwen2 and Qwen3."""
 
 
-def trunk_layers(config: Config, *, norm_eps: float, qkv_bias: bool, qk_norm: bool) -> tuple[LayerSpec, ...]:
-    """The layers of a Llama, Qwen2 or Qwen3 trunk in full attention. Raises CheckpointError."""
+def trunk_network(
+    checkpoint: Checkpoint,
+    overrides: Overrides,
+    family: str,
+    *,
+    qkv_bias: bool,
+    qk_norm: bool,
+    block_length: int | None = None,
+    shift: int = 0,
+    longest: int | None = None,
+    mask_text: str | None = None,
+) -> NetworkSpec:
+    """The network of a config.json under the keys of transformers' Llama, Qwen2 or Qwen3. Raises CheckpointError.
+
+    ``block_length`` None: full attention. ``longest``: tokens of the canvases that it was trained on, if fewer than its
+    positions. ``mask_text``: see ``special_tokens``.
+    """
+    config = checkpoint.config
+    norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
+    layer = LayerSpec(
+        _attention(config, qkv_bias=qkv_bias, qk_norm=qk_norm, block_length=block_length),
+        MlpSpec(config.integer("intermediate_size")),
+        norm_eps,
+    )
+    vocab_size = config.integer("vocab_size")
+    tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
+    positions = config.integer("max_position_embeddings", default=longest)
+    return NetworkSpec(
+        family=family,
+        architecture=config.get("architectures")[0],
+        vocab_size=vocab_size,
+        hidden_size=config.integer("hidden_size"),
+        layers=(layer,) * config.integer("num_hidden_layers", high=1024),
+        norm_eps=norm_eps,
+        tied_head=config.flag("tie_word_embeddings"),
+        max_canvas_length=overrides.max_canvas_length or min(positions, longest or positions),
+        shift=shift,
+        mask_token_id=tokens.mask,
+        eos_token_ids=tokens.eos,
+        pad_token_id=tokens.pad,
+    )
+
+
+def _attention(config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: int | None) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
     config.get("sliding_window")  # read, and without effect where use_sliding_window is false
@@ -51,6 +93,6 @@ def trunk_layers(config: Config, *, norm_eps: float, qkv_bias: bool, qk_norm: bo
             f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} "
             "do not divide"
         )
-    attention = AttentionSpec(heads, kv_heads, head_size, read_rope(config), qk_norm=qk_norm, qkv_bias=qkv_bias)
-    layer = LayerSpec(attention, MlpSpec(config.integer("intermediate_size")), norm_eps)
-    return (layer,) * config.integer("num_hidden_layers", high=1024)
+    visibility = "full" if block_length is None else "block"
+    rope = read_rope(config)
+    return AttentionSpec(heads, kv_heads, head_size, rope, qk_norm, qkv_bias, visibility=visibility, block_length=block_length)

@@ -63,7 +63,7 @@ class CaptureOptions:
     """What to run and on what: ``prompts`` is a text file, None makes random ids; ``count`` prompts at each mask ratio.
 
     ``trust_remote_code`` lets the checkpoint's own Python files run; ``trunk`` takes transformers' class of the same layers
-    instead, with every position visible to every other.
+    instead, with those positions visible that the network's attention sees.
     """
 
     trust_remote_code: bool = False
@@ -100,7 +100,7 @@ def capture(
     progress.start("load released code", 1)
     # Standard output is for results, and the released code is not ours to keep quiet.
     with contextlib.redirect_stdout(sys.stderr):
-        released = _Released(checkpoint, choice, network.vocab_size)
+        released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
         released.check_visibility(canvases[0].tokens)
         logits = []
@@ -113,7 +113,7 @@ def capture(
         class_name=type(released.model).__name__,
         # transformers puts a checkpoint's files into a package of its own, named by their hash.
         module=type(released.model).__module__ if choice.kind != golden.RELEASED else choice.files[0],
-        attention="every position sees every other" if choice.kind == golden.TRUNK else "as the class has it",
+        attention=_sight(network) if choice.kind == golden.TRUNK else "as the class has it",
         code={name: sha256(path / name) for name in choice.files},
         checkpoint=_printable(path.resolve().name),
         config_sha256=sha256(checkpoint.config.path),
@@ -124,6 +124,17 @@ def capture(
         versions=_versions(),
     )
     return Golden(provenance, canvases, logits)
+
+
+def _visible_block(network: NetworkSpec) -> int | None:
+    """``AttentionSpec.visible_block``, one for all layers: no trunk has several."""
+    return network.layers[0].attention.visible_block
+
+
+def _sight(network: NetworkSpec) -> str:
+    """What is visible, in words."""
+    block = _visible_block(network)
+    return "every position visible" if block is None else f"blocks of {block} visible to themselves and those behind them"
 
 
 def _printable(name: str) -> str:
@@ -232,9 +243,10 @@ def _transformers() -> Any:
 class _Released:
     """The class of ``choice`` with the checkpoint's weights, in fp32 and evaluation mode."""
 
-    def __init__(self, checkpoint: Checkpoint, choice: Choice, vocab_size: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
         """Raises ReleasedCodeError for whatever the class does instead of loading."""
-        self.checkpoint, self.choice, self.vocab_size = checkpoint, choice, vocab_size
+        self.checkpoint, self.choice = checkpoint, choice
+        self.vocab_size, self.visible_block = network.vocab_size, _visible_block(network)
         transformers = _transformers()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -287,8 +299,10 @@ class _Released:
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # Additive: nothing is hidden, where the class by itself would hide what comes later.
-            arguments["attention_mask"] = torch.zeros(1, 1, length, length)
+            # Additive: the class by itself would hide all that comes later.
+            blocks = torch.arange(length) // (self.visible_block or length)
+            is_hidden = blocks > blocks.unsqueeze(1)
+            arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(is_hidden, -torch.inf)
         try:
             out = self.model(torch.from_numpy(tokens).unsqueeze(0), **arguments).logits
         except Exception as err:
@@ -304,15 +318,28 @@ class _Released:
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` does not see what comes later.
+        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` does not see what it should, or sees more.
 
-        Tried with the last position of a trunk, which must see all, and with the second of a class that has rules of its own.
+        Tried with the last position that a trunk must see, with the second of a class that has rules of its own, and with the
+        first one behind its block.
         """
-        changed = tokens.copy()
-        place = len(tokens) - 1 if self.choice.kind == golden.TRUNK else min(1, len(tokens) - 1)
-        changed[place] = (changed[place] + 1) % self.vocab_size
-        if np.array_equal(self.logits(tokens)[0], self.logits(changed)[0]):
+        seen = min(self.visible_block or len(tokens), len(tokens))  # of its own block
+        place = seen - 1 if self.choice.kind == golden.TRUNK else min(1, seen - 1)
+        which = f"{self.checkpoint.path}: {self.choice.name}"
+        version = f"{PACKAGE} {metadata.version(PACKAGE)}"
+        if not self._is_seen(tokens, place):
             raise ReleasedCodeError(
-                f"{self.checkpoint.path}: {self.choice.name} attends causally with {PACKAGE} {metadata.version(PACKAGE)}: "
-                f"position 0 does not see position {place}. A denoiser sees what comes later; try another version."
+                f"{which} attends causally with {version}: position 0 does not see position {place}. A denoiser sees what "
+                "comes later; try another version."
             )
+        if seen < len(tokens) and self._is_seen(tokens, seen):
+            raise ReleasedCodeError(
+                f"{which} is to be called with a mask by {version}: position 0 sees position {seen}, behind its block. Pass "
+                "--trunk, which has the mask."
+            )
+
+    def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
+        """Whether another token at a place changes the logits of position 0."""
+        changed = tokens.copy()
+        changed[place] = (changed[place] + 1) % self.vocab_size
+        return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

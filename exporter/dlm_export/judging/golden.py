@@ -66,7 +66,7 @@ class Provenance:
     """What computed the logits.
 
     ``kind`` is one of ``KINDS``: the code that came with the checkpoint, transformers' class of that architecture, or
-    transformers' class of the same layers with every position made visible. ``module`` is where the class lies; ``code`` maps
+    transformers' class of the same layers, with a mask of ours. ``module`` is where the class lies; ``code`` maps
     the checkpoint's files that ran to their SHA-256, ``weights`` those that were read. ``attention`` says in words who decided
     what is visible. ``checkpoint`` is the folder's name, ``prompts`` "random" or the text file's name.
     """
@@ -90,7 +90,7 @@ class Provenance:
         what = {
             RELEASED: f"the released code's logits ({self.class_name} of {self.module}",
             OWN: f"the logits of transformers' own class ({self.class_name}",
-            TRUNK: f"the logits of transformers' trunk with every position visible ({self.class_name}",
+            TRUNK: f"the logits of transformers' trunk with {self.attention} ({self.class_name}",
         }[self.kind]
         return f"{what}, transformers {self.versions.get('transformers')}, torch {self.versions.get('torch')})"
 

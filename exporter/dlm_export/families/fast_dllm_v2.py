@@ -1,0 +1,34 @@
+"""Fast-dLLM v2 (arXiv:2509.26328): Qwen2.5's layout, block-causal attention, shift 1 inside a block.
+
+The network's logits are those of the tokens that follow, as Qwen2.5's are. Its tokenizer has the mask token among its added
+tokens, under no name.
+"""
+
+from __future__ import annotations
+
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Family, Overrides
+from dlm_export.families.reading import block_length
+from dlm_export.families.trunks import TRUNK, trunk_network
+from dlm_export.network.spec import NetworkSpec
+
+MASK = "|<MASK>|"
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """The network of a released Fast-dLLM v2 config.json. Raises CheckpointError."""
+    block = block_length(checkpoint, "bd_size", overrides)
+    return trunk_network(
+        checkpoint, overrides, "fast-dllm-v2", qkv_bias=True, qk_norm=False, block_length=block, shift=1, mask_text=MASK
+    )
+
+
+FAMILY = Family(
+    "fast-dllm-v2",
+    ("Fast_dLLM_QwenForCausalLM",),
+    "Fast-dLLM v2 1.5B, 7B",
+    "dream",
+    read_network,
+    TRUNK.origins,
+    "Qwen2ForCausalLM",
+)

@@ -1,0 +1,23 @@
+"""SDAR (arXiv:2510.06303): Qwen3's layout, block-causal attention in blocks of 4 to 64 tokens, no shift.
+
+Some releases leave the block's length out of config.json; ``--attention-block`` says it then.
+"""
+
+from __future__ import annotations
+
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Family, Overrides
+from dlm_export.families.reading import block_length
+from dlm_export.families.trunks import TRUNK, trunk_network
+from dlm_export.network.spec import NetworkSpec
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """The network of a released SDAR config.json. Raises CheckpointError."""
+    checkpoint.config.require("attention_bias", False)
+    checkpoint.config.get("fuse_cross_entropy")  # of training
+    block = block_length(checkpoint, "block_size", overrides)
+    return trunk_network(checkpoint, overrides, "sdar", qkv_bias=False, qk_norm=True, block_length=block)
+
+
+FAMILY = Family("sdar", ("SDARForCausalLM",), "SDAR 1.7B to 8B", "llada", read_network, TRUNK.origins, "Qwen3ForCausalLM")
