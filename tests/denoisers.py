@@ -56,6 +56,7 @@ def under_native_loop(denoiser: Denoiser) -> Bundle:
         head_size=cache[1],
         shift=c.shift,
         has_cache=True,
+        visible_block=c.visible_block,
     )
     return from_callback(info, run)
 
@@ -67,7 +68,7 @@ class ArithmeticDenoiser:
     Counts the passes it makes.
     """
 
-    def __init__(self, vocab_size: int = 40, shift: int = 0, eos: int | None = None) -> None:
+    def __init__(self, vocab_size: int = 40, shift: int = 0, eos: int | None = None, visible_block: int | None = None) -> None:
         self.info = DenoiserInfo(
             vocab_size=vocab_size,
             mask_token_id=vocab_size - 1,
@@ -75,6 +76,7 @@ class ArithmeticDenoiser:
             eos_token_ids=() if eos is None else (eos,),
             shift=shift,
             has_cache=True,
+            visible_block=visible_block,
         )
         self.passes = 0
         self.bundle = from_callback(self.info, self._run)

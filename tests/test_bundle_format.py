@@ -35,8 +35,9 @@ from dlm_export.families.base import Overrides
 from dlm_export.graph import trace
 from dlm_export.outputs import OutputError
 from dlm_export.tensorrt import bundled
-from dlm_runtime import PRESETS, BundleError, DlmError, EngineError, Policy, RequestError
+from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError
 from dlm_runtime.manifest import check_manifest, validator
+from dlm_runtime.policy import presets_for
 
 SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = validator()
@@ -219,7 +220,7 @@ def test_the_way_a_manifest_is_laid_out_does_not_matter(bundle: Path, style: dic
 def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
         network = families.read_network(Checkpoint(path), Overrides())
-        presets, default = dict(PRESETS), families.FAMILIES[network.family].default_preset
+        presets, default = presets_for(None, network.shift), families.FAMILIES[network.family].default_preset
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
@@ -256,8 +257,10 @@ def policies(draw: st.DrawFn) -> Policy:
     fields = {name: draw(value(rule)) for name, rule in properties.items()}
     if fields["commit"] in ("threshold", "dynamic", "factor") and fields["score"] == "entropy":
         fields["score"] = "margin"
-    if fields["cache"] == "none":
+    if fields["cache"] not in ("prefix", "dual"):
         fields["refresh"] = 0
+    if fields["cache"] != "block":
+        fields["store"] = "pass"
     return Policy(**fields)
 
 

@@ -25,6 +25,7 @@ from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor
 from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.judging.torch_predictor import TorchPredictor
 from dlm_export.network import reference
+from dlm_export.network.passes import Span
 from dlm_export.network.reference import fill
 from dlm_export.network.turns import Canvas, Turn, choose_in, start_canvas
 from dlm_runtime import PRESETS, Policy, RequestError
@@ -48,6 +49,7 @@ class Scripted:
 
     name = "scripted"
     vocab_size, mask_token_id, eos_token_ids, max_canvas_length = VOCAB, MASK, (EOS,), 64
+    visible_block = None
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
 def _walk(predictor: TorchPredictor, policy: Policy, new: int = 24) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
     """Each pass's predicted next canvas, the loop's own next one, and the state."""
     canvases = predictor.states(_prompt(predictor), new, policy)
-    states = judging.frontier_states(canvases[:-1], policy, predictor.shift)
+    states = judging.frontier_states(canvases[:-1], policy, predictor)
     for state, after in zip(states, canvases[1:], strict=True):
         commitment = judging.predict_commitment(predictor, state, policy, predictor.scores)
         expected = state.canvas.copy()
@@ -241,7 +243,7 @@ def test_the_mask_token_is_never_what_would_be_committed() -> None:
     def logits(canvas: np.ndarray) -> np.ndarray:
         return np.tile(np.where(np.arange(VOCAB) == MASK, 9, np.arange(VOCAB) % 7 - 9).astype(np.float32), (len(canvas), 1))
 
-    (state,) = judging.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, 0)
+    (state,) = judging.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, Scripted())
     commitment = judging.predict_commitment(Scripted(logits), state, POLICY, scores)
     assert commitment.guess.tolist() == [6, 6]
     assert commitment.is_chosen.tolist() == [True, False]
@@ -262,7 +264,7 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     done = fill(predictor.denoiser, start, policy, on_step=seen.append)
     assert done.nfe == int(start.undecided.sum()) == 10
     assert [i for i, token in enumerate(done.tokens) if token == predictor.mask_token_id] == mask
-    states = list(judging.frontier_states(seen[:-1], policy, predictor.shift))
+    states = list(judging.frontier_states(seen[:-1], policy, predictor))
     assert [len(state.turn.positions) for state in states] == [3, 2, 1, 4, 3, 2, 1, 3, 2, 1]
     for state, after in zip(states, seen[1:], strict=True):
         committed = np.flatnonzero(state.canvas != after.tokens)
@@ -282,10 +284,11 @@ def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -
     policy = Policy(score=score, commit=commit, seed=7, block_length=0)
     logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)
     logits[:, MASK] = -np.inf
-    turn = Turn(3, 43, 1, 5, 3 + np.arange(40), 6, False)
+    turn = Turn(3, 43, 1, 5, Span(0, 43, "drop"), 3 + np.arange(40), 6)
     ours, theirs = scores(turn, logits, policy), reference.scores(turn, torch.from_numpy(logits), policy)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
-    np.testing.assert_array_equal(choose_in(turn, ours, policy), choose_in(turn, theirs, policy))
+    guess = logits.argmax(-1)
+    np.testing.assert_array_equal(choose_in(turn, guess, ours, policy), choose_in(turn, guess, theirs, policy))
 
 
 @pytest.mark.parametrize("stop", ["none", "eos"])

@@ -81,7 +81,7 @@ def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, na
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
     runs = _met(sides.candidate, samples[:4], policy) + _met(sides.free, samples[4:], policy)
-    sides.seer.see([], [run.walk(policy, sides.seer.shift) for run in runs])
+    sides.seer.see([], [run.walk(sides.seer.shift) for run in runs])
     found = []
     for walk, run in enumerate(runs):
         followed = follow(sides.seer, walk, run, policy)
@@ -105,7 +105,7 @@ def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) ->
     sides.free.denoiser.network = replace(sides.free.denoiser.network, eos_token_ids=(first,))
     (run,) = _met(sides.free, [sample], policy)
     assert run.nfe == 4
-    sides.seer.see([], [run.walk(policy, 0)])
+    sides.seer.see([], [run.walk(0)])
     assert follow(sides.seer, 0, run, policy).is_equal
 
 
@@ -258,14 +258,14 @@ class Sure(Scripted):
         return states[-1].tokens.tolist(), len(states) - 1
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        canvases = [start_canvas(tokens, max_new_tokens, self.mask_token_id)]
-        undecided = canvases[0].undecided.copy()
-        for turn in turns(undecided, policy, self.shift):
-            logits = self.logits(canvases[-1].tokens, turn.positions)
-            chosen = choose_in(turn, self.scores(turn, logits, policy), policy)
-            after = canvases[-1].tokens.copy()
-            after[turn.positions[chosen]], undecided[turn.positions[chosen]] = logits.argmax(-1)[chosen], False
-            canvases.append(Canvas(after, undecided.copy()))
+        canvas = start_canvas(tokens, max_new_tokens, self.mask_token_id)
+        canvases = [Canvas(canvas.tokens.copy(), canvas.undecided.copy())]
+        for turn in turns(canvas, policy.with_fields({"stop": "none"}), self):
+            logits = self.logits(canvas.tokens, turn.positions)
+            guess = logits.argmax(-1)
+            committed = turn.positions[chosen := choose_in(turn, guess, self.scores(turn, logits, policy), policy)]
+            canvas.tokens[committed], canvas.undecided[committed] = guess[chosen], False
+            canvases.append(Canvas(canvas.tokens.copy(), canvas.undecided.copy()))
         return canvases
 
 

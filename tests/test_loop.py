@@ -349,7 +349,7 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
     ("changes", "sentence"),
     [
         ({"score": "sureness"}, "one of: confidence, margin, entropy, random"),
-        ({"cache": "block"}, "one of: none, prefix, dual"),
+        ({"cache": "delta"}, "one of: none, prefix, dual, block"),
         ({"threshold": 1.5}, "outside 0..1"),
         ({"threshold": float("nan")}, "outside 0..1"),
         ({"block_length": -1}, "outside 0"),

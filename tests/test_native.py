@@ -41,6 +41,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_step": _native.Step,
     "dlm_generate_options": _native.GenerateOptions,
     "dlm_stats": _native.Stats,
+    "dlm_pass_counts": _native.PassCounts,
 }
 
 

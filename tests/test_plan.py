@@ -147,9 +147,10 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
     block=st.integers(1, 40),
     per_pass=st.integers(1, 5),
     has_cache=st.booleans(),
+    visible_block=st.sampled_from((None, None, 1, 3, 4)),
 )
 def test_the_passes_are_those_that_the_native_loop_makes(
-    prompt: int, new: int, block: int, per_pass: int, has_cache: bool
+    prompt: int, new: int, block: int, per_pass: int, has_cache: bool, visible_block: int | None
 ) -> None:
     made: Counter[PassSize] = Counter()
 
@@ -163,17 +164,18 @@ def test_the_passes_are_those_that_the_native_loop_makes(
             return super().predict(position, token, masked)[0], 0.5  # ties commit by the count alone
 
     # Entropy 0.5 a row: the rule commits while the sum of the entropies before stays within the bound.
-    bundle = Recording().bundle
+    bundle = Recording(visible_block=visible_block).bundle
+    block *= visible_block or 1
     bundle.generate(
         tokens=[1] * prompt,
         max_new_tokens=new,
-        cache="dual" if has_cache else "none",
+        cache="none" if not has_cache else "dual" if visible_block is None else "block",
         commit="entropy_bound",
         entropy_bound=0.5 * (per_pass - 1),
         block_length=block,
         stop="none",
     )
-    assert made == generation_passes(prompt, new, block, per_pass, has_cache=has_cache)
+    assert made == generation_passes(prompt, new, block, per_pass, has_cache=has_cache, visible_block=visible_block)
 
 
 def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:

@@ -61,6 +61,7 @@ def make_manifest(
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
         "loop": {
             **{name: described.pop(name) for name in LOOP_FIELDS},
+            **({} if network.visible_block is None else {"visible_block": network.visible_block}),
             "graph": graph,
             "presets": {name: policy.as_dict() for name, policy in presets.items()},
             "default_preset": default_preset,

@@ -24,7 +24,7 @@ from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_text
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
-from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.policy import Policy, presets_for
 from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES
 
 
@@ -60,7 +60,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         network,
         weights,
         text,
-        dict(PRESETS),
+        presets_for(network.visible_block, network.shift),
         family.default_preset,
         _stored_precision(checkpoint),
         tuple(weights.notes),

@@ -33,6 +33,7 @@ class Denoiser(C.Structure):
         ("has_cache", C.c_int32),
         ("eos_token_ids", i32p),
         ("eos_count", C.c_size_t),
+        ("visible_block", C.c_int64),
     ]
 
 
@@ -144,6 +145,15 @@ class Stats(C.Structure):
     ]
 
 
+class PassCounts(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("prefill", C.c_int32),
+        ("denoise", C.c_int32),
+        ("store", C.c_int32),
+    ]
+
+
 class Request(C.Structure):
     _fields_ = [
         ("tokens", i32p),
@@ -193,6 +203,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_start": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t]),
     "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
     "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
+    "dlm_session_pass_counts_sized": (None, [C.c_void_p, C.POINTER(PassCounts), C.c_size_t]),
     "dlm_session_undecided": (C.POINTER(C.c_uint8), [C.c_void_p, C.POINTER(C.c_size_t)]),
     "dlm_session_logits": (
         C.c_int32,

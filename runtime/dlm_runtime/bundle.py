@@ -33,13 +33,17 @@ TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request. ``tokens`` is the whole canvas; ``text`` decodes what was generated, up to the first end token."""
+    """A finished request. ``tokens`` is the whole canvas; ``text`` decodes what was generated, up to the first end token.
+
+    ``passes`` counts those made by kind: ``prefill`` and ``store`` fill a cache, before and behind what is decided.
+    """
 
     tokens: list[int]
     text: str | None
     nfe: int
     timings: dict[str, float]
     cache_bytes: int
+    passes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class Bundle:
 
         Mask tokens among ``tokens`` are filled as well. ``preset`` names one of the bundle's loops; any field of
         ``Policy`` may be changed by name; ``steps`` plans that many passes for the whole generation, split evenly over the
-        blocks. ``timings`` are seconds: in the engine ``prefill`` (full passes that fill a cache) and ``passes`` (all
+        blocks. ``timings`` are seconds: in the engine ``prefill`` (passes that fill a cache) and ``passes`` (all
         others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and
         ``total``, which is more than these by the loop's bookkeeping.
 
@@ -192,7 +196,8 @@ class Bundle:
                 session, C.byref(request.options), buffer, len(request.given), request.capacity, C.byref(stats), C.byref(length)
             )
             self._check(status, session)
-        return request.result(list(buffer[: length.value]), stats, stats.nfe)
+            passes = self._passes(session)
+        return request.result(list(buffer[: length.value]), stats, stats.nfe, passes)
 
     def generate_batch(
         self,
@@ -210,8 +215,8 @@ class Bundle:
 
         Those run together whose canvases have one length and, over a cache, whose masks lie in the same blocks; the others
         run in further batches, one after the other. To be together, prompts must have as many tokens. Each result is what
-        ``generate`` gives, floating-point noise of the engine aside, with its own ``nfe``; ``timings`` and ``cache_bytes``
-        are those of the whole call.
+        ``generate`` gives, floating-point noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and
+        ``cache_bytes`` are those of the whole call.
 
         Raises what ``generate`` raises, naming the request by its number, counted from 0, and RequestError where the engine
         takes fewer at a time: TensorRT takes one.
@@ -245,8 +250,9 @@ class Bundle:
                 session, C.byref(kept[0].options), natives, len(kept), most, C.byref(stats)
             )
             self._check(status, session)
+            passes = self._passes(session)
         return [
-            request.result(list(buffer[: native.length]), stats, native.nfe)
+            request.result(list(buffer[: native.length]), stats, native.nfe, passes)
             for request, buffer, native in zip(kept, buffers, natives, strict=True)
         ]
 
@@ -315,7 +321,7 @@ class Bundle:
                 result = None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
-                    result = request.result(canvas, stats, stats.nfe)
+                    result = request.result(canvas, stats, stats.nfe, self._passes(session))
                 yield Event(
                     canvas=canvas,
                     undecided=undecided,
@@ -328,6 +334,11 @@ class Bundle:
                     done=bool(view.done),
                     result=result,
                 )
+
+    def _passes(self, session: C.c_void_p) -> dict[str, int]:
+        counts = _native.PassCounts()
+        self._library.dlm_session_pass_counts_sized(session, C.byref(counts), C.sizeof(counts))
+        return {name: getattr(counts, name) for name in ("prefill", "denoise", "store")}
 
     def _check(self, status: int, session: C.c_void_p) -> None:
         if status:
@@ -391,9 +402,9 @@ class _Request:
         self.options.max_new_tokens = max_new_tokens
         self.options.steps = steps
 
-    def result(self, canvas: list[int], stats: _native.Stats, nfe: int) -> Generation:
+    def result(self, canvas: list[int], stats: _native.Stats, nfe: int, passes: dict[str, int]) -> Generation:
         timings = {name: getattr(stats, f"{name}_s") for name in ("prefill", "passes", "selection", "cache", "total")}
-        return Generation(canvas, self.text(canvas), nfe, timings, stats.cache_bytes)
+        return Generation(canvas, self.text(canvas), nfe, timings, stats.cache_bytes, passes)
 
     def text(self, canvas: list[int]) -> str | None:
         if self.bundle.tokenizer is None:

@@ -31,6 +31,8 @@ class DenoiserInfo:
     shift: int = 0
     has_cache: bool = False
     top_k: int = 2
+    visible_block: int | None = None
+    """Tokens of a block where attention is block-causal; None: it is full."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
     for name in ("vocab_size", "mask_token_id", "max_canvas_length", "layers", "kv_heads", "head_size", "top_k", "shift"):
         setattr(denoiser, name, getattr(info, name))
     denoiser.has_cache = int(info.has_cache)
+    denoiser.visible_block = info.visible_block or 0
     denoiser.eos_token_ids = C.cast(eos, _native.i32p)
     denoiser.eos_count = len(info.eos_token_ids)
     function = _native.PassFn(call)

@@ -25,7 +25,8 @@ _NEAR = 0.7  # likeness from which a name is taken for another's misspelling; di
 @dataclass(frozen=True)
 class Policy:
     """One loop, its fields in the order of the C struct. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0
-    makes the generation one block; ``refresh`` 0 starts every block with a full pass, as published."""
+    makes the generation one block, or takes a block-causal network's own; ``refresh`` 0 starts every block with a full pass, as
+    published; ``sub_block_length`` 0 decides a block as a whole."""
 
     select: str = "argmax"
     score: str = "confidence"
@@ -44,6 +45,10 @@ class Policy:
     timestep_eps: float = 1e-3
     temperature: float = 0.0
     seed: UInt64 = 0
+    store: str = "pass"
+    sub_block_length: int = 0
+    edit_passes: int = 16
+    edit_threshold: float = 0.9
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's.
@@ -77,4 +82,30 @@ PRESETS = {
     "dream": Policy(commit="timestep", score="entropy", block_length=0),
     # Fast-dLLM's loop for denoisers that predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
+    # Block-causal networks, in blocks of their own length over the exact cache: all that are sure enough, or the step's share.
+    "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
+    "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
+    # Then a finished block is looked at again, and tokens change that another one has surely outdone.
+    "llada2.1": Policy(commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0),
+    # Fast-dLLM v2 decides its blocks eight positions at a time.
+    "fast-dllm-v2": Policy(commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8),
 }
+
+
+def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
+    """The presets that a denoiser's loop takes: ``visible_block`` tokens a block where attention is block-causal, else None.
+
+    Their ``block_length`` is then said, where it is the network's.
+    """
+    found = {name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)}
+    if visible_block is None:
+        return found
+    return {name: replace(policy, block_length=policy.block_length or visible_block) for name, policy in found.items()}
+
+
+def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
+    """As the native loop has it (``plan.cc``)."""
+    if visible_block is None:
+        return policy.cache != "block"
+    lengths = (policy.block_length or visible_block) % visible_block, visible_block % (policy.sub_block_length or 1)
+    return policy.cache in ("none", "block") and lengths == (0, 0) and not (policy.remask == "edit" and shift)

@@ -89,7 +89,7 @@ def prove(
 def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
     """Full precision: whole passes and whole canvases."""
     source = job.source
-    with stages.stage("check parity", verify.parity_units(source.presets)):
+    with stages.stage("check parity", verify.parity_units(source.presets, source.network)):
         return verify.check_parity(
             folder,
             source.network,
@@ -128,7 +128,7 @@ def _judge_cache(job: Job, quantised: Quantised | None, folder: Path, workplace:
         else:
             data = samples.load_data(source.network, source.path, bundle.tokenizer, options.calibration, is_calibrating=False)
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
-        with stages.stage("judge cache", len(rounded.CACHES) * len(judging)) as advance:
+        with stages.stage("judge cache", len(rounded.caches_of(source.network)) * len(judging)) as advance:
             policy, seed = source.presets[job.preset], options.calibration.seed
             return rounded.judge_cache(source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace)
 

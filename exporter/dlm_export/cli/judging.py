@@ -102,7 +102,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         else:
             chosen = read_prompts(prompts, opened.tokenizer, count)
     with Bars() as bars:
-        bars.start("check parity", parity_units(presets, len(chosen)))
+        bars.start("check parity", parity_units(presets, source.network, len(chosen)))
         parity = check_parity(
             bundle,
             source.network,

@@ -104,7 +104,7 @@ class Evidence:
         if isinstance(self._floor, Seer):
             self._floor.see(views)
         if isinstance(self._reference, Seer):
-            walks = [run.walk(policy, self._reference.shift) for run in runs]
+            walks = [run.walk(self._reference.shift) for run in runs]
             self._reference.see([*views, *(view for run in runs for view in run.views)], walks)
         for parts, found in zip(self._masked, compare_masked(self._reference, self._others, canvases, on_done), strict=True):
             parts.append(found)
@@ -115,7 +115,7 @@ class Evidence:
     def _add_run(self, walk: int, run: Met) -> None:
         """``walk``: its place among those that the reference was shown."""
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
-        for state in run.states:
+        for state in run.deciding:
             theirs = predict_commitment(reference, state, policy, reference.scores)
             self._frontier.add(state.mask_ratio, theirs, predict_commitment(self._candidate, state, policy, reference.scores))
         met = self._as_run(run, run.tokens, run.nfe)

@@ -10,7 +10,8 @@ import numpy as np
 from dlm_calibration.metrics import Commitment
 from dlm_calibration.states import Sample
 from dlm_export.judging.predictors import JudgeError, Predictor, Scorer, Seer, View, finite, finite_logits, rows_of
-from dlm_export.network.turns import Canvas, Spans, Step, Turn, Walk, choose_in, end_early, turns
+from dlm_export.network.passes import Looped
+from dlm_export.network.turns import Canvas, Step, Turn, Walk, choose_in, turns
 from dlm_runtime import Policy
 
 Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
@@ -29,16 +30,16 @@ class FrontierState:
     mask_ratio: float
 
 
-def frontier_states(canvases: Sequence[Canvas], policy: Policy, shift: int) -> Iterator[FrontierState]:
+def frontier_states(canvases: Sequence[Canvas], policy: Policy, looped: Looped) -> Iterator[FrontierState]:
     """What the loop decides at each of the canvases that its passes saw, in their order."""
     if not canvases:
         return
-    undecided = canvases[0].undecided.copy()
-    origin = int(undecided.argmax())
-    ahead = turns(undecided, policy, shift)
+    met = Canvas(canvases[0].tokens.copy(), canvases[0].undecided.copy())
+    origin = int(met.undecided.argmax())
+    ahead = turns(met, policy, looped)
     for canvas in canvases:
-        undecided[:] = canvas.undecided
-        yield FrontierState(canvas.tokens, next(ahead), float(undecided[origin:].mean()))
+        met.tokens[:], met.undecided[:] = canvas.tokens, canvas.undecided
+        yield FrontierState(canvas.tokens, next(ahead), float(canvas.undecided[origin:].mean()))
 
 
 def predict_commitment(predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores) -> Commitment:
@@ -47,7 +48,8 @@ def predict_commitment(predictor: Scorer, state: FrontierState, policy: Policy, 
     ``scores`` of one side's loop serve both, so that thresholds compare with values that were computed the same way.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
-    return Commitment(logits, logits.argmax(-1), choose_in(state.turn, scores(state.turn, logits, policy), policy))
+    guess = logits.argmax(-1)
+    return Commitment(logits, guess, choose_in(state.turn, guess, scores(state.turn, logits, policy), policy))
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
@@ -87,19 +89,23 @@ class Met:
     @property
     def views(self) -> list[View]:
         """What predictions at its frontier need."""
-        return [(state.canvas, state.turn.positions) for state in self.states]
+        return [(state.canvas, state.turn.positions) for state in self.deciding]
 
-    def walk(self, policy: Policy, shift: int) -> Walk:
+    @property
+    def deciding(self) -> list[FrontierState]:
+        """The canvases of the passes that predict something; others fill a cache."""
+        return [state for state in self.states if len(state.turn.positions)]
+
+    def walk(self, shift: int) -> Walk:
         """Its passes, for a ``Seer`` to take again."""
-        spans = Spans(policy, len(self.canvases[0].tokens))
-        return [Step(state.canvas, spans.of(state.turn), rows_of(state.turn.positions, shift)) for state in self.states]
+        return [Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift)) for state in self.states]
 
 
 def meet(predictor: Predictor, sample: Sample, number: int, policy: Policy, max_new_tokens: int, limit: int) -> Met:
     """Run a side's loop from a sample's prompt. Raises JudgeError if that fills the canvas."""
     prompt, room = asked_of(sample, number, max_new_tokens, limit)
     canvases = predictor.states(prompt, room, policy)
-    return Met(number, prompt, room, canvases, list(frontier_states(canvases[:-1], policy, predictor.shift)))
+    return Met(number, prompt, room, canvases, list(frontier_states(canvases[:-1], policy, predictor)))
 
 
 def meet_within(
@@ -139,10 +145,11 @@ def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(zip(run.states, run.canvases, run.canvases[1:], strict=False)):
         turn, logits = state.turn, finite(seer, seer.walked(walk, step))
-        chosen = turn.positions[is_chosen := choose_in(turn, seer.scores(turn, logits, policy), policy)]
-        tokens, undecided = before.tokens.copy(), before.undecided.copy()
-        tokens[chosen], undecided[chosen] = logits.argmax(-1)[is_chosen], False
-        end_early(tokens, undecided, run.canvases[0].undecided, turn, policy, seer.eos_token_ids)
-        is_equal &= np.array_equal(undecided, after.undecided) and np.array_equal(tokens[~undecided], after.tokens[~undecided])
-        nfe += int((~after.undecided[turn.positions]).sum()) / len(chosen)
+        guess = logits.argmax(-1)
+        chosen = choose_in(turn, guess, seer.scores(turn, logits, policy), policy)
+        tokens = after.tokens[turn.positions]
+        changed = (before.undecided & ~after.undecided)[turn.positions] | (before.tokens[turn.positions] != tokens)
+        is_equal &= np.array_equal(chosen, changed) and np.array_equal(guess[chosen], tokens[chosen])
+        is_count = len(turn.positions) and turn.standing is None
+        nfe += int((~after.undecided[turn.positions]).sum()) / int(chosen.sum()) if is_count else 1
     return Followed(is_equal, float(run.nfe) if is_equal else nfe)

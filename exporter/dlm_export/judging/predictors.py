@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from dlm_export.network.turns import Canvas, Turn, Walk, is_by_entropy, random_scores, start_canvas
+from dlm_export.network.turns import Canvas, Turn, Walk, random_scores, scored_by, start_canvas
 from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, Policy
 from dlm_runtime.errors import DlmError, ExitCode
@@ -31,6 +31,7 @@ class Side(Protocol):
 
     name: str
     shift: int
+    visible_block: int | None
     vocab_size: int
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -83,6 +84,7 @@ class BundlePredictor:
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
+        self.visible_block: int | None = bundle.manifest["loop"].get("visible_block")
         self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
         self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
 
@@ -120,22 +122,23 @@ class BundlePredictor:
 
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     """``reference.scores`` in numpy, for machines without torch: float64 ``[M]`` from logits fp32 ``[M, V]``."""
-    if policy.score == "random" and not is_by_entropy(policy):
+    by = scored_by(turn, policy)
+    if by == "random":
         return random_scores(turn, policy)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     probs = powers / powers.sum(-1, keepdims=True)
-    if is_by_entropy(policy):
+    if by == "entropy":
         found = (probs * np.log(probs + np.float32(1e-10))).sum(-1)
     else:
         best = np.partition(probs, -2, axis=-1)[:, -2:]
-        found = best[:, 1] - best[:, 0] if policy.score == "margin" else best[:, 1]
+        found = best[:, 1] - best[:, 0] if by == "margin" else best[:, 1]
     surer: np.ndarray = found.astype(np.float64)
     return surer
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
     """Raise JudgeError unless both read the same canvases and predict the same tokens."""
-    for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift"):
+    for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift", "visible_block"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
         if theirs != ours:
             raise JudgeError(

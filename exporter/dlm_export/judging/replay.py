@@ -15,7 +15,7 @@ import numpy as np
 
 from dlm_export.judging.frontier import Met
 from dlm_export.judging.predictors import Scorer, finite_logits
-from dlm_export.network.turns import Turn, choose_in, end_early, start_canvas, turns
+from dlm_export.network.turns import Turn, choose_in, start_canvas, turns
 from dlm_runtime import Policy
 
 
@@ -33,35 +33,34 @@ class Replayed:
 
     def __init__(self, side: Scorer, runs: Sequence[Met], policy: Policy) -> None:
         """``policy``: of the runs; its threshold and its rule of commits may differ in what is replayed."""
-        self.name, self.shift, self.vocab_size = side.name, side.shift, side.vocab_size
+        self.name, self.vocab_size = side.name, side.vocab_size
+        self.shift, self.visible_block = side.shift, side.visible_block
         self.mask_token_id, self.eos_token_ids = side.mask_token_id, side.eos_token_ids
         self.max_canvas_length = side.max_canvas_length
         self._finished = {(*run.prompt, run.room): run.canvases[-1].tokens for run in runs}
         self._recorded: dict[tuple[int, ...], dict[int, list[Recorded]]] = {}
         for run in runs:
             blocks = self._recorded.setdefault((*run.prompt, run.room), {})
-            for state in run.states:
+            for state in run.deciding:
                 logits = finite_logits(side, state.canvas, state.turn.positions)
                 found = Recorded(state.turn, logits.argmax(-1), side.scores(state.turn, logits, policy))
                 blocks.setdefault(state.turn.start, []).append(found)
 
     def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
         """See ``Predictor``; the run that this side's predictions give."""
-        start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
-        canvas, undecided, nfe = start.tokens.copy(), start.undecided.copy(), 0
+        canvas, nfe = start_canvas(tokens, max_new_tokens, self.mask_token_id), 0
         key = (*tokens, max_new_tokens)
-        for turn in turns(undecided, policy, self.shift):
+        for turn in turns(canvas, policy, self):
             recorded = self._recorded[key].get(turn.start)
             if recorded is None:
                 chosen, guess = np.ones(len(turn.positions), bool), self._finished[key][turn.positions]
             else:
                 guess, score = _nearest(recorded, turn.positions)
-                chosen = choose_in(turn, score, policy)
+                chosen = choose_in(turn, guess, score, policy)
             committed = turn.positions[chosen]
-            canvas[committed], undecided[committed] = guess[chosen], False
+            canvas.tokens[committed], canvas.undecided[committed] = guess[chosen], False
             nfe += 1
-            end_early(canvas, undecided, start.undecided, turn, policy, self.eos_token_ids)
-        return canvas.tolist(), nfe
+        return canvas.tokens.tolist(), nfe
 
 
 def _nearest(recorded: Sequence[Recorded], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,8 @@
 
 A full pass reads no cache, so that a bundle's masked loss does not see it. Here a canvas's full pass fills a cache, and its
 masked positions are predicted block by block, in passes that take all other rows from it (``dual``) or those before the block
-(``prefix``). Both sides meet equal canvases: what differs is rounding. That a bundle's rows are torch's, parity proves.
+(``prefix``, and ``block`` of a block-causal network). Both sides meet equal canvases: what differs is rounding. That a bundle's
+rows are torch's, parity proves.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from dlm_export.judging.masked import compare_masked, masked_canvases
 from dlm_export.judging.predictors import BundlePredictor, View, rows_of
 from dlm_export.judging.swept import SweptPredictor, view_key
 from dlm_export.network.layered import Layered
-from dlm_export.network.turns import Span, Step, Walk
+from dlm_export.network.passes import FULL_CACHES, Span, block_length_of
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Step, Walk
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
-
-CACHES = ("prefix", "dual")
 
 
 class CachedPredictor(SweptPredictor):
@@ -54,14 +55,20 @@ class CachedPredictor(SweptPredictor):
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
         """A pass that fills the cache, and one for every block that has ``rows`` ``[R]``, counted from the first of them."""
-        length, size = len(canvas), self._policy.block_length or len(canvas)
-        numbers = (rows - rows[0]) // size
-        walk = [Step(canvas, Span(0, length, True), rows[:0])]
+        length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
+        origin = int(rows[0]) if self.visible_block is None else 0
+        numbers = (rows - origin) // size
+        walk = [Step(canvas, Span(0, length, "keep"), rows[:0])]
         for number in np.unique(numbers):
-            first = int(rows[0] + number * size)
-            last = length if self._policy.cache == "prefix" else min(first + size, length)
-            walk.append(Step(canvas, Span(first, last, False), rows[numbers == number]))
+            first = int(origin + number * size)
+            last = min(first + size, length) if self._policy.cache == "dual" else length
+            walk.append(Step(canvas, Span(first, last, "drop"), rows[numbers == number]))
         return walk
+
+
+def caches_of(network: NetworkSpec) -> Sequence[str]:
+    """The caches that are judged: those that the network's loop takes."""
+    return FULL_CACHES if network.visible_block is None else ("block",)
 
 
 def judge_cache(
@@ -76,24 +83,24 @@ def judge_cache(
 ) -> dict[str, Any]:
     """What a cache of this type costs, as accuracy.json has it; the frontier's canvases are those that ``bundle`` meets.
 
-    By ``prefix`` and ``dual``: ``masked`` as ``overall`` of a judgement, and ``frontier``. ``on_done`` is called once a sample
-    and cache. Raises DlmError.
+    By ``caches_of``: ``masked`` as ``overall`` of a judgement, and ``frontier``. ``on_done`` is called once a sample and cache.
+    Raises DlmError.
     """
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)
     layered = families.layered(source.parameters, network, torch.float32, workplace.device)
-    limit, size = network.max_canvas_length, policy.block_length
+    limit, size = network.max_canvas_length, block_length_of(policy, network.visible_block)
     masked = [
         seen
         for number, sample in enumerate(samples)
         for seen in masked_canvases(sample, number, reference, block_length=size, limit=limit, seed=seed)
     ]
-    for cache in CACHES:
+    for cache in caches_of(network):
         loop = policy.with_fields({"cache": cache})
         side = BundlePredictor(bundle, "met")
         room = new_tokens(samples, loop, network)
         runs = meet_within(side, list(enumerate(samples)), loop, room, limit, passes=len(masked))
-        states = [state for run in runs for state in run.states]
+        states = [state for run in runs for state in run.deciding]
         views = [*(seen.view for seen in masked), *((state.canvas, state.turn.positions) for state in states)]
         candidate = CachedPredictor(layered, cache_dtype, loop)
         reference.see(views)

@@ -35,7 +35,8 @@ class SweptPredictor:
         """``memory_bytes``, ``folder``: where the canvases' states lie, see ``Carried``; ``cache_dtype``: see ``Walked``."""
         c = layered.network
         self.layered, self.name = layered, name
-        self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
+        self.shift, self.visible_block = c.shift, c.visible_block
+        self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
         self._memory_bytes, self._folder, self._cache_dtype = memory_bytes, folder, cache_dtype
         self._project = layered.head()

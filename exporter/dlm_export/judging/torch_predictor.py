@@ -22,7 +22,8 @@ class TorchPredictor:
     def __init__(self, denoiser: Denoiser, name: str) -> None:
         c = denoiser.network
         self.denoiser, self.name = denoiser, name
-        self.shift, self.vocab_size, self.mask_token_id = c.shift, c.vocab_size, c.mask_token_id
+        self.shift, self.visible_block = c.shift, c.visible_block
+        self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
 
     @torch.no_grad()

@@ -80,21 +80,30 @@ def check_parity(
             f"not for {max_new_tokens}"
         )
     denoiser = load()
-    cases = make_cases(presets, prompts, max_new_tokens)
+    cases = make_cases(presets, prompts, max_new_tokens, network.visible_block)
     expected = expect(denoiser, prompts, cases, seed, progress.advance, cache_dtype)
     del denoiser
     with opening.open(folder, check_hashes=False) as opened:
         return compare(opened, expected, precision, progress.advance, cache_dtype)
 
 
-def parity_units(presets: dict[str, Policy], prompts: int = PROMPT_COUNT) -> int:
+def parity_units(presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT) -> int:
     """How often ``check_parity`` advances its progress."""
-    return 2 * (len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1)))
+    return 2 * (len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block)))
 
 
-def make_cases(bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Case]:
-    """Every preset, and fast-dllm's loop with each cache, over every prompt; blocks of half the generation."""
+def make_cases(
+    bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int]], max_new_tokens: int, visible_block: int | None = None
+) -> list[Case]:
+    """Every preset, and fast-dllm's loop with each cache, over every prompt; blocks of half the generation.
+
+    Of a block-causal network every preset with its cache and without, in blocks as they are.
+    """
     policies = dict(bundle_presets)
+    if visible_block is not None:
+        cached = {name: policy for name, policy in policies.items() if policy.cache != "none"}
+        policies |= {f"{name}, no cache": policy.with_fields({"cache": "none"}) for name, policy in cached.items()}
+        return [Case(name, list(prompt), policy, max_new_tokens) for name, policy in policies.items() for prompt in prompts]
     if "fast-dllm" in policies:
         policies["fast-dllm, no cache"] = policies["fast-dllm"].with_fields({"cache": "none"})
         policies["fast-dllm, prefix cache"] = policies["fast-dllm"].with_fields({"cache": "prefix"})

@@ -33,28 +33,23 @@ class _Course:
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         self.run = Run(network, canvas, policy)
         self.canvases = [canvas]
-        self.cache: list[Past] = []
+        self.cache: list[Past | None] = [None] * len(network.layers)
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
         """Layer ``i``'s cached keys and values of the rows that the pass does not compute."""
         assert self.span is not None
-        return None if self.run.is_whole else outside(self.cache[i], self.span)
+        return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
         """Take a pass's keys and values ``[1, Hkv, T, D]`` of layer ``i``, if it stores them."""
         assert self.span is not None
-        if not self.span.is_stored:
-            return
-        if len(self.cache) == i:
-            self.cache.append((keys.clone(), values.clone()))
-        else:
-            store(self.cache[i], (keys, values), self.span)
+        if self.span.is_stored:
+            self.cache[i] = store(self.cache[i], (keys, values), self.span)
 
     def commit(self, logits: Tensor) -> None:
         self.run.commit(logits)
         self.canvases.append(self.run.canvas)
-        self.run.end_early()
         self.span = self.run.advance()
         if self.span is None:
             self.cache = []

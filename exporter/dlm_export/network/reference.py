@@ -20,19 +20,9 @@ from torch import Tensor
 
 from dlm_export.network.caches import read_back
 from dlm_export.network.denoiser import Denoiser, Past
+from dlm_export.network.passes import Span
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import (
-    Canvas,
-    Span,
-    Spans,
-    Turn,
-    choose_in,
-    end_early,
-    is_by_entropy,
-    random_scores,
-    start_canvas,
-    turns,
-)
+from dlm_export.network.turns import Canvas, Turn, choose_in, random_scores, scored_by, start_canvas, turns
 from dlm_runtime.policy import Policy
 
 
@@ -46,27 +36,36 @@ class Reference:
 
 def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
     """How sure the policy is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``; higher is surer."""
-    if policy.score == "random" and not is_by_entropy(policy):
+    by = scored_by(turn, policy)
+    if by == "random":
         return random_scores(turn, policy)
     probs = logits.softmax(-1)
-    if is_by_entropy(policy):
+    if by == "entropy":
         found = (probs * (probs + 1e-10).log()).sum(-1)
     else:
         best = probs.topk(2).values
-        found = best[:, 0] - best[:, 1] if policy.score == "margin" else best[:, 0]
+        found = best[:, 0] - best[:, 1] if by == "margin" else best[:, 0]
     return found.double().cpu().numpy()
 
 
-def outside(past: Past, span: Span) -> Past:
-    """The cached keys and values of the rows that a pass does not compute."""
-    (keys, values), first, last = past, span.first, span.last
-    return torch.cat((keys[:, :, :first], keys[:, :, last:]), 2), torch.cat((values[:, :, :first], values[:, :, last:]), 2)
+def outside(past: Past | None, span: Span) -> Past | None:
+    """The cached keys and values of the rows that a pass does not compute; None where there are none."""
+    if past is None:
+        return None
+    keys, values = (torch.cat((rows[:, :, : span.first], rows[:, :, span.last :]), 2) for rows in past)
+    return (keys, values) if keys.shape[2] else None
 
 
-def store(past: Past, new: Past, span: Span) -> None:
-    """Put a pass's keys and values in place of those that are cached for its rows."""
-    for kept, row in zip(past, new, strict=True):
-        kept[:, :, span.first : span.last] = row
+def store(past: Past | None, new: Past, span: Span) -> Past:
+    """What is cached behind a pass whose keys and values are stored; the cache that there was may be written to."""
+    if past is None:
+        return new[0].clone(), new[1].clone()
+    if span.kept == "append":
+        keys, values = (torch.cat((kept[:, :, : span.first], rows), 2) for kept, rows in zip(past, new, strict=True))
+        return keys, values
+    for kept, rows in zip(past, new, strict=True):
+        kept[:, :, span.first : span.last] = rows
+    return past
 
 
 class Run:
@@ -77,9 +76,7 @@ class Run:
         self.network, self.policy = network, policy
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        self._wanted = canvas.undecided
-        self._turns = turns(self.undecided, policy, network.shift, steps)
-        self._spans = Spans(policy, len(canvas.tokens))
+        self._turns = turns(Canvas(self.tokens, self.undecided), policy, network, steps)
 
     @property
     def canvas(self) -> Canvas:
@@ -87,37 +84,28 @@ class Run:
         return Canvas(self.tokens.copy(), self.undecided.copy())
 
     def advance(self) -> Span | None:
-        """The rows of the canvas that the next pass computes; None: nothing is undecided any more."""
+        """The rows of the canvas that the next pass computes; None: nothing is left to do."""
         turn = next(self._turns, None)
         if turn is None:
             return None
-        self._turn, self._span = turn, self._spans.of(turn)
-        return self._span
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the pass computes the whole canvas, and so reads no cache."""
-        return self._span.is_whole(len(self.tokens))
+        self._turn = turn
+        return turn.span
 
     @property
     def rows(self) -> Tensor:
         """The pass's rows that are scored, int64 ``[M]``, counted from its first."""
-        return torch.from_numpy((self._turn.positions - self.network.shift).clip(min=0) - self._span.first)
+        return torch.from_numpy((self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first)
 
     def commit(self, logits: Tensor) -> None:
         """Commit what the policy chooses by the logits fp32 ``[M, V]`` of ``rows``, which are written to."""
         turn, policy = self._turn, self.policy
-        logits[:, self.network.mask_token_id] = -torch.inf
-        chosen = choose_in(turn, scores(turn, logits, policy), policy)
-        committed = turn.positions[chosen]
-        self.tokens[committed] = logits.argmax(-1).cpu().numpy()[chosen]
-        self.undecided[committed] = False
         self.nfe += 1
-
-    def end_early(self) -> None:
-        """Behind a commit: fill what is undecided with the end token where the policy stops by one."""
-        if self.undecided.any():
-            end_early(self.tokens, self.undecided, self._wanted, self._turn, self.policy, self.network.eos_token_ids)
+        logits[:, self.network.mask_token_id] = -torch.inf
+        guess = logits.argmax(-1).cpu().numpy()
+        chosen = choose_in(turn, guess, scores(turn, logits, policy), policy)
+        committed = turn.positions[chosen]
+        self.tokens[committed] = guess[chosen]
+        self.undecided[committed] = False
 
 
 def generate(
@@ -151,19 +139,16 @@ def fill(
 ) -> Reference:
     """Fill the undecided positions of a canvas; see ``generate``."""
     run, device = Run(denoiser.network, canvas, policy, steps), denoiser.embed.weight.device
-    cache: list[Past] = []
+    cache: list[Past | None] = [None] * len(denoiser.network.layers)
     while (span := run.advance()) is not None:
-        past = None if run.is_whole else [outside(kept, span) for kept in cache]
+        past = [read for kept in cache if (read := outside(kept, span)) is not None] or None
         ids = torch.from_numpy(run.tokens[span.first : span.last]).to(device)
         positions = torch.arange(span.first, span.last, device=device)
         hidden, presents = denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
         if span.is_stored:
-            stored = [(read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in presents]
-            cache = cache or stored
-            for kept, new in zip(cache, stored, strict=True):
-                store(kept, new, span)
+            rounded = ((read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in presents)
+            cache = [store(kept, new, span) for kept, new in zip(cache, rounded, strict=True)]
         run.commit(denoiser.project(hidden[0, run.rows.to(device)]).float())
         if on_step is not None:
             on_step(run.canvas)
-        run.end_early()
     return Reference(run.tokens.tolist(), run.nfe)

@@ -329,6 +329,12 @@ class NetworkSpec:
 
     # ---- What follows: cache and positions ----
 
+    @property
+    def visible_block(self) -> int | None:
+        """The least n such that no key sees a later block of n positions, counted from 0, in any layer; None: there is none."""
+        visible = [layer.attention.visible_block for layer in self.layers]
+        return None if None in visible else math.lcm(*(n for n in visible if n is not None))
+
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(kv_heads, head_size)`` of each layer's keys, and of its values."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)

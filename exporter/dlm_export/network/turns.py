@@ -1,4 +1,4 @@
-"""The books of the unmasking loop: blocks, steps, and which of the scored positions commit. In numpy, without a denoiser.
+"""The books of the unmasking loop: passes, steps, and which of the scored positions commit. In numpy, without a denoiser.
 
 ``turns`` keeps the books for whoever runs the passes: the reference loop (``reference``), or a judge who has seen the canvases.
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dlm_export.network.passes import FULL_CACHES, Looped, Span, Stage, plan, transfer_counts
 from dlm_runtime.policy import Policy
 
 
@@ -35,88 +36,74 @@ def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int)
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What a loop does with a canvas next: one pass that fills the block ``[start, end)``, and its commit.
+    """What a loop does with a canvas next: one pass over ``span``, and its commit to the block ``[start, end)``.
 
-    ``passes`` were made before, ``step`` of them for this block. ``positions`` int64 ``[M]`` are the block's undecided ones,
-    ascending; ``planned`` is the schedule's count of commits; ``is_forced``: the first position commits whatever its score.
+    ``passes`` were made before, ``step`` of them for these positions. ``positions`` int64 ``[M]`` are scored, ascending, and
+    none in a pass that only fills the cache; ``planned`` is the schedule's count of commits; ``is_forced``: the first position
+    commits whatever its score. ``standing`` int64 ``[M]``: the tokens there, if the turn edits what is decided.
     """
 
     start: int
     end: int
     step: int
     passes: int
+    span: Span
     positions: np.ndarray
-    planned: int
-    is_forced: bool
+    planned: int = 0
+    is_forced: bool = False
+    standing: np.ndarray | None = None
 
 
-def turns(undecided: np.ndarray, policy: Policy, shift: int, steps: int = 0) -> Iterator[Turn]:
-    """The passes that fill the undecided positions of a canvas, bool ``[L]``: blocks from the first of them on, in order.
+def turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int = 0) -> Iterator[Turn]:
+    """The passes that fill the undecided positions of a canvas, as ``plan`` has them.
 
-    Who takes a turn clears what it committed in ``undecided`` before asking for the next one. ``shift`` is the denoiser's;
-    ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
+    Who takes a turn writes what it committed to ``canvas`` before asking for the next one; where the policy stops by end
+    tokens, and a finished block holds one, they are then written to all that is undecided. ``steps`` plans that many passes for
+    the whole generation, split evenly over its blocks; 0 leaves it to the policy.
     """
-    if not undecided.any():
-        return
-    length, origin = len(undecided), int(undecided.argmax())
-    block_length = policy.block_length or length - origin
-    starts = range(origin, length, block_length)
-    shares = transfer_counts(steps, len(starts)) if steps else [policy.steps_per_block or block_length] * len(starts)
-    passes = 0
-    for start, block_steps in zip(starts, shares, strict=True):
-        end = min(start + block_length, length)
-        counts = transfer_counts(int(undecided[start:end].sum()), block_steps)
-        step = 0
-        while undecided[start:end].any():
-            positions = start + np.flatnonzero(undecided[start:end])
-            planned = counts[step] if step < block_steps else 1
+    tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
+    passes, step, counts = 0, 0, [0]
+    before: Stage | None = None
+    for stage in plan(wanted, policy, looped, steps):
+        if before is None or (before.first, before.last) != (stage.first, stage.last):
+            step, counts = 0, transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
+        before, is_made = stage, False
+        own = slice(stage.first, stage.last)
+        while undecided[own].any() if stage.is_repeated else not is_made:
+            positions = stage.first + np.flatnonzero(undecided[own])
+            is_made = True
+            if not (len(positions) or stage.span.is_stored):
+                continue
+            planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
-                planned = timestep_count(len(positions), step, block_steps, policy.timestep_eps)
+                planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
             # Later passes over a shifted denoiser lack the row before the block: its first position commits in the opening one.
-            is_forced = step == 0 and policy.cache != "none" and shift == 1 and int(positions[0]) == start
-            yield Turn(start, end, step, passes, positions, planned, is_forced)
+            is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
+            is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
+            yield Turn(stage.start, stage.end, step, passes, stage.span, positions, planned, is_forced)
             step, passes = step + 1, passes + 1
+        if stage.is_last:
+            for turn in _edits(canvas, wanted, stage, policy, passes):
+                yield turn
+                passes += 1
+            if _ends_early(tokens[stage.start : stage.end][wanted[stage.start : stage.end]], policy, looped):
+                tokens[undecided] = looped.eos_token_ids[0]
+                undecided[:] = False
+                return
 
 
-@dataclass(frozen=True)
-class Span:
-    """The rows ``[first, last)`` of a canvas that a pass computes; it takes the keys and values of all others from the cache.
-
-    ``is_stored``: the cache takes the pass's own.
-    """
-
-    first: int
-    last: int
-    is_stored: bool
-
-    def is_whole(self, length: int) -> bool:
-        """Whether these are all rows of a canvas of this length, so that its pass reads no cache."""
-        return (self.first, self.last) == (0, length)
+def _edits(canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int) -> Iterator[Turn]:
+    """The passes over a finished block that may change its tokens, until one changes none (LLaDA2.1)."""
+    positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
+    for step in range(policy.edit_passes if policy.remask == "edit" else 0):
+        standing = canvas.tokens[positions]
+        yield Turn(stage.start, stage.end, step, passes + step, stage.span, positions, standing=standing)
+        if np.array_equal(canvas.tokens[positions], standing):
+            return
 
 
-class Spans:
-    """Which rows the passes of one request compute, turn by turn.
-
-    A block's opening pass runs the whole canvas, or with ``refresh`` from the second block on the rows from that many tokens
-    before the block, and at least those that have been decided since they were stored.
-    """
-
-    def __init__(self, policy: Policy, length: int) -> None:
-        self._policy, self._length = policy, length
-        self._before: int | None = None  # start of the block decided before
-
-    def of(self, turn: Turn) -> Span:
-        """The rows of a turn's pass; to be asked once a turn, in their order."""
-        policy, start, is_opening = self._policy, turn.start, turn.step == 0
-        is_whole = is_opening and not (policy.refresh and self._before is not None)
-        if is_opening:
-            if not is_whole:
-                assert self._before is not None
-                start = max(0, min(turn.start - policy.refresh, self._before))
-            self._before = turn.start
-        cache = "none" if is_whole else policy.cache
-        first, last = {"none": (0, self._length), "prefix": (start, self._length), "dual": (start, turn.end)}[cache]
-        return Span(first, last, is_opening and policy.cache != "none")
+def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
+    return policy.stop == "eos" and bool(np.isin(decided, looped.eos_token_ids).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,30 +117,6 @@ class Step:
 
 Walk = Sequence[Step]
 """A loop's passes, in their order."""
-
-
-def end_early(
-    tokens: np.ndarray, undecided: np.ndarray, wanted: np.ndarray, turn: Turn, policy: Policy, eos_token_ids: Sequence[int]
-) -> None:
-    """Fill what is undecided with the end token, if a turn has finished a block that holds one among its ``wanted`` positions.
-
-    All ``[L]``, behind the turn's commit; nothing is done where the policy does not stop by end tokens.
-    """
-    if policy.stop != "eos" or undecided[turn.start : turn.end].any():
-        return
-    if np.isin(tokens[turn.start : turn.end][wanted[turn.start : turn.end]], eos_token_ids).any():
-        tokens[undecided] = eos_token_ids[0]
-        undecided[:] = False
-
-
-def transfer_counts(masked: int, steps: int) -> list[int]:
-    """Split ``masked`` positions over ``steps`` as evenly as integers allow, larger counts first.
-
-    Raises ValueError if ``steps < 1``. The schedule of LLaDA (arXiv:2502.09992, algorithm 4).
-    """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    return [masked // steps + (k < masked % steps) for k in range(steps)]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
@@ -189,9 +152,11 @@ def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
     return np.array([random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()])
 
 
-def is_by_entropy(policy: Policy) -> bool:
-    """Whether scores are entropies, which no probability compares with: the rule or the score asks for them."""
-    return policy.commit == "entropy_bound" or policy.score == "entropy"
+def scored_by(turn: Turn, policy: Policy) -> str:
+    """What a turn's scores are, as ``policy.score`` has it: the rule may ask for entropies, and an edit for confidences."""
+    if turn.standing is not None:
+        return "confidence"
+    return "entropy" if policy.commit == "entropy_bound" else policy.score
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
@@ -226,9 +191,14 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
     return chosen
 
 
-def choose_in(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Which of a turn's positions commit: bool ``[M]``, from their scores float64 ``[M]``."""
+def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
+    """Which of a turn's positions commit: bool ``[M]``, from predicted tokens int64 and their scores float64 ``[M]``."""
+    if turn.standing is not None:
+        changed: np.ndarray = (guess != turn.standing) & (score > policy.edit_threshold)
+        return changed
+    if not len(score):
+        return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        score[0] = 0.0 if is_by_entropy(policy) else 1.0  # a prediction without doubt
+        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0  # a prediction without doubt
     return choose(score, policy, turn.planned)

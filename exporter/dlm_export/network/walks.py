@@ -35,14 +35,11 @@ class Walked:
     @torch.no_grad()
     def through(self, i: int, block: Block) -> None:
         """Every pass through layer ``i``."""
-        caches: dict[int, Past] = {}
+        caches: list[Past | None] = [None] * len(self.walks)
         for batch in self._batches:
             steps = [self.walks[walk][number] for walk, number in batch]
             x = torch.cat([self._states[walk][number] for walk, number in batch]).to(self.layered.device)
-            past = [
-                None if step.span.is_whole(len(step.canvas)) else outside(caches[walk], step.span)
-                for (walk, _), step in zip(batch, steps, strict=True)
-            ]
+            past = [outside(caches[walk], step.span) for (walk, _), step in zip(batch, steps, strict=True)]
             spans = [(step.span.first, step.span.last) for step in steps]
             out, (keys, values) = block(x.unsqueeze(0), *self.layered.packed(i, spans, past))
             start = 0
@@ -50,13 +47,9 @@ class Walked:
                 own = slice(start, start + len(self._ids[walk][number]))
                 start = own.stop
                 self._states[walk][number] = out[0, own].cpu()
-                if not step.span.is_stored:
-                    continue
-                present = self._stored(keys[:, :, own]), self._stored(values[:, :, own])
-                if walk not in caches:
-                    caches[walk] = (present[0].clone(), present[1].clone())
-                else:
-                    store(caches[walk], present, step.span)
+                if step.span.is_stored:
+                    present = self._stored(keys[:, :, own]), self._stored(values[:, :, own])
+                    caches[walk] = store(caches[walk], present, step.span)
 
     def _stored(self, rows: Tensor) -> Tensor:
         return rows if self._cache_dtype is None else read_back(rows, self._cache_dtype)

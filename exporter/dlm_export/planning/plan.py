@@ -51,22 +51,38 @@ class PlanError(DlmError):
 
 
 def generation_passes(
-    prompt_tokens: int, new_tokens: int, block_length: int, tokens_per_pass: float, *, has_cache: bool = True
+    prompt_tokens: int,
+    new_tokens: int,
+    block_length: int,
+    tokens_per_pass: float,
+    *,
+    has_cache: bool = True,
+    visible_block: int | None = None,
 ) -> Counter[PassSize]:
     """The passes that a generation takes which commits ``tokens_per_pass`` (at least 1) in each; NFE is their total.
 
     With the dual cache each block begins with a full pass, which commits too, and goes on with passes over the block alone,
-    every other position cached; without it every pass is full. Only what is still masked in the block is scored.
+    every other position cached; without it every pass is full. Only what is still masked in the block is scored. Of a
+    block-causal network (``visible_block``) it is the cache of finished blocks: one pass stores the prompt's, passes over a
+    block read what is before it, and one more stores the block, unless it is the last.
     """
     canvas = prompt_tokens + new_tokens
+    origin = prompt_tokens if visible_block is None else prompt_tokens - prompt_tokens % block_length
     made: Counter[PassSize] = Counter()
-    for start in range(0, new_tokens, block_length):
-        block = min(block_length, new_tokens - start)
-        step = 0
+    if visible_block is not None and has_cache and origin:
+        made[PassSize(origin, 0, 1)] += 1
+    for start in range(origin, canvas, block_length):
+        end = min(start + block_length, canvas)
+        block, step = end - max(start, prompt_tokens), 0
         while (masked := block - math.floor(step * tokens_per_pass)) > 0:
-            tokens = block if has_cache and step else canvas
-            made[PassSize(tokens, canvas - tokens, masked)] += 1
+            if visible_block is not None and has_cache:
+                made[PassSize(end - start, start, masked)] += 1
+            else:
+                tokens = block if has_cache and step else canvas
+                made[PassSize(tokens, canvas - tokens, masked)] += 1
             step += 1
+        if visible_block is not None and has_cache and end < canvas:
+            made[PassSize(end - start, start, 1)] += 1
     return made
 
 
@@ -239,7 +255,9 @@ def predict(
     missing = missing_figures(target, rates, _work(shape, precision, full_pass.made, request.batch))
     speeds = []
     for per_pass in request.tokens_per_pass if fits is not False and not missing else ():
-        passes = generation_passes(request.prompt_tokens, request.new_tokens, block_length, per_pass)
+        passes = generation_passes(
+            request.prompt_tokens, request.new_tokens, block_length, per_pass, visible_block=shape.network.visible_block
+        )
         ms = math.fsum(count * (time_of(made).ms or 0.0) for made, count in passes.items())
         per_token = ms / (request.batch * request.new_tokens)
         price = request.prices.get(target.name)
@@ -372,7 +390,7 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
     preset = None if asked.changes else shape.presets.get(asked.preset)
     found = [each for each in precisions_of(shape, TARGETS["cpu"])[0] if measured.precision in (each.name, *each.same_as)]
     is_same = shape.network.parameter_count() == measured.parameters
-    if not is_same or preset is None or preset["cache"] not in ("none", "dual") or not found or not asked.nfe:
+    if not is_same or preset is None or preset["cache"] not in ("none", "dual", "block") or not found or not asked.nfe:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
     passes = generation_passes(
@@ -380,7 +398,8 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         asked.new_tokens,
         preset["block_length"] or asked.new_tokens,
         per_pass,
-        has_cache=preset["cache"] == "dual",
+        has_cache=preset["cache"] != "none",
+        visible_block=shape.network.visible_block,
     )
     times = [
         (pass_time(_work(shape, found[0], made, 1), measured.rates, made, interpolated_ratio(measured.passes, made)).ms, count)
@@ -419,6 +438,12 @@ def make_plan(
             raise PlanError(
                 f"{request.prompt_tokens} + {request.new_tokens} tokens are more than the {shape.max_canvas_length} of "
                 f"{shape.name}: ask for fewer, or pass --max-canvas-length where the checkpoint takes more"
+            )
+        visible = shape.network.visible_block
+        uneven = next((length for length in request.block_lengths if visible and length % visible), None)
+        if uneven is not None:
+            raise PlanError(
+                f"blocks of {uneven} tokens do not suit {shape.name}, which sees blocks of {visible}: ask for a multiple"
             )
     predictions: list[Prediction] = []
     left_out: dict[str, dict[str, str]] = {}

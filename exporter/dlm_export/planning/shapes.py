@@ -14,7 +14,7 @@ from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
-from dlm_runtime.policy import PRESETS
+from dlm_runtime.policy import presets_for
 
 # LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464, untied head.
 LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
@@ -79,18 +79,19 @@ def scaled_shape(size: str) -> Shape:
         return n * (4 + 3 * LLADA_MLP_RATIO) * d * d + 2 * LLADA_VOCABULARY * d + (2 * n + 1) * d
 
     n = min(range(1, 512), key=lambda n: abs(parameters(n) - wanted))
-    return Shape(size, shaped(n), None, _published())
+    network = shaped(n)
+    return Shape(size, network, None, _published(network))
 
 
-def _published() -> dict[str, dict[str, Any]]:
-    return {name: policy.as_dict() for name, policy in PRESETS.items()}
+def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
+    return {name: policy.as_dict() for name, policy in presets_for(network.visible_block, network.shift).items()}
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], NetworkSpec]) -> Shape:
     """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch. Raises DlmError."""
     if not (path / "manifest.json").is_file():
         network = read_checkpoint(path)
-        return Shape(path.name, network, network.max_canvas_length, _published())
+        return Shape(path.name, network, network.max_canvas_length, _published(network))
     manifest = read_manifest(path)
     network, precision = network_of(manifest), manifest["precision"]
     presets, layers = manifest["loop"]["presets"], precision.get("layers")

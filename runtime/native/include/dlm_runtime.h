@@ -71,6 +71,7 @@ typedef struct dlm_denoiser {
   int32_t has_cache;        /* 1: a pass takes past and gives present keys and values */
   const int32_t *eos_token_ids; /* borrowed for the call */
   size_t eos_count;
+  int64_t visible_block; /* n: no row sees a later block of n positions, counted from 0 (block-causal); 0: every row sees all */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser *denoiser);
 DLM_API void dlm_denoiser_init_sized(dlm_denoiser *denoiser, size_t struct_size);
@@ -110,10 +111,11 @@ typedef struct dlm_policy {
   const char *commit;   /* "static" | "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" | "sequential" */
   const char *compare;  /* ">" | ">=": how scores meet the threshold */
   const char *schedule; /* "even": counts a step as equal as integers allow, larger first */
-  const char *remask;   /* "none" */
-  const char *cache;    /* "none" | "prefix" | "dual" */
+  const char *remask;   /* "none" | "edit": a finished block's tokens may still change, see edit_threshold */
+  const char *cache;    /* "none" | "prefix" | "dual", of full attention | "block", of block-causal attention */
   const char *stop;     /* "eos": blocks after one that committed eos are not run | "none" */
-  int32_t block_length;    /* tokens; 0: the whole generation is one block */
+  int32_t block_length;    /* tokens; 0: the whole generation is one block. Where attention is block-causal, blocks are counted
+                              from position 0, 0 takes visible_block, and any other is a multiple of it */
   int32_t steps_per_block; /* passes planned a block; 0: one a token */
   int32_t refresh;         /* of "prefix" and "dual". 0: every block starts with a full pass. N: the first one does, and each
                               later one with a pass over the N tokens before it, the block decided before it at least,
@@ -124,6 +126,12 @@ typedef struct dlm_policy {
   double timestep_eps;     /* of "timestep", 0..1 */
   double temperature;      /* 0: argmax */
   uint64_t seed;           /* of "random" */
+  const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the
+                              rows of its last pass are stored, computed while some of it was masked */
+  int32_t sub_block_length; /* of block-causal attention: positions of a block that are decided before the next ones; divides
+                               block_length. 0: all together */
+  int32_t edit_passes;     /* of "edit": passes over a finished block, at most; the first that changes nothing is the last */
+  double edit_threshold;   /* of "edit", 0..1: a token of a finished block changes where another one's probability is above it */
 } dlm_policy;
 /* LLaDA's: static, confidence, blocks of 32, no cache. */
 DLM_API void dlm_policy_init(dlm_policy *policy);
@@ -267,7 +275,7 @@ DLM_API void dlm_generate_options_init_sized(dlm_generate_options *options, size
  * loop's own bookkeeping. */
 typedef struct dlm_stats {
   int32_t nfe;          /* passes made, counted */
-  double prefill_s;     /* seconds in the passes that fill or refresh a prefix or dual cache */
+  double prefill_s;     /* seconds in the passes that fill or refresh a cache */
   double passes_s;      /* seconds in all other passes */
   double selection_s;   /* seconds of scoring, ranking and committing */
   double cache_s;       /* seconds of moving keys and values between passes; a device may end its moves in the next pass */
@@ -293,7 +301,7 @@ typedef struct dlm_request {
 
 /* Several requests at once, each with options->max_new_tokens behind its tokens. Those that fit together share their passes, at
  * most max_batch of them (1..4096), which shares the reading of weights: canvases of one length and, over a cache, masks in the
- * same blocks. The others run one batch after the other. Over a cache a request that has finished a block waits for the slowest
+ * same blocks; never with store "reuse". The others run one batch after the other. Over a cache a request that has finished a block waits for the slowest
  * of its batch. Each gets what it gets alone, but for floating-point noise of the engine. Errors name a request by its number,
  * counted from 0, and leave the tokens of all untouched. options->on_step must be NULL. stats, which may be NULL, are sums over
  * the batches, their nfe passes made; cache_bytes is the largest. Drops a running request. UNSUPPORTED where the engine takes
@@ -307,6 +315,18 @@ DLM_API dlm_status dlm_session_start(dlm_session *session, const dlm_generate_op
                                      size_t count);
 DLM_API dlm_status dlm_session_step(dlm_session *session, dlm_step *step);
 DLM_API void dlm_session_stats(const dlm_session *session, dlm_stats *stats);
+
+/* The passes of dlm_stats.nfe, told apart. */
+typedef struct dlm_pass_counts {
+  size_t struct_size;
+  int32_t prefill; /* that fill or refresh a cache: what is given, or of "prefix" and "dual" a block's first pass */
+  int32_t denoise; /* all others */
+  int32_t store;   /* of "block": over what is finished, which they store */
+} dlm_pass_counts;
+
+/* Of the request that runs, or that ran last; of dlm_session_generate_batch the sum. struct_size need not be set. */
+DLM_API void dlm_session_pass_counts_sized(const dlm_session *session, dlm_pass_counts *counts, size_t struct_size);
+#define dlm_session_pass_counts(session, counts) dlm_session_pass_counts_sized(session, counts, sizeof(dlm_pass_counts))
 
 /* Which positions of the request that runs, or ran last, are still undecided: [length], 1 for those, 0 for the given and the
  * committed ones. What the canvas holds at an undecided position is what the denoiser sees there. Valid until the next call on

@@ -178,6 +178,7 @@ Denoiser read_denoiser(const json::Value& loop) {
   out.vocab_size = read_size(loop, "vocab_size", 3, 1 << 24);
   out.max_canvas_length = read_size(loop, "max_canvas_length", 1, 1 << 24);
   out.shift = read_size(loop, "shift", 0, 1);
+  if (loop.find("visible_block") != nullptr) out.visible_block = read_size(loop, "visible_block", 1, 1 << 24);
   out.mask_token_id = read_size(loop, "mask_token_id", 0, out.vocab_size - 1);
   for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
@@ -328,8 +329,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source", "precision", "kernels",
                         "targets", "tokenizer", "chat_template", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
-  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "graph", "presets",
-                       "default_preset", "engines"});
+  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "visible_block", "graph",
+                       "presets", "default_preset", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -385,9 +386,11 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("top_k", d.top_k, 2, std::min(64, d.vocab_size - 1));
   in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
   in_range("shift", d.shift, 0, 1);
+  if (d.visible_block < 0 || d.visible_block > 1 << 24)
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: visible_block = %lld is outside 0..%d", static_cast<long long>(d.visible_block), 1 << 24);
   if (d.eos_count > 0 && d.eos_token_ids == nullptr) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024) fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_count = %zu is outside 0..1024", d.eos_count);
-  Denoiser out{d.vocab_size, d.mask_token_id, d.max_canvas_length, d.top_k, d.shift, d.has_cache != 0, {}, {}};
+  Denoiser out{d.vocab_size, d.mask_token_id, d.max_canvas_length, d.top_k, d.shift, d.has_cache != 0, {}, {}, static_cast<int32_t>(d.visible_block)};
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);

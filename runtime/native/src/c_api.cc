@@ -25,12 +25,13 @@ struct dlm_bundle {
 };
 
 struct dlm_session {
-  explicit dlm_session(dlm_bundle& opened) : bundle(opened), context(opened.engine->open_context()) {}
+  explicit dlm_session(dlm_bundle& opened) : bundle(opened), context(opened.engine->open_context(opened.manifest.denoiser.max_canvas_length)) {}
 
   dlm_bundle& bundle;
   std::unique_ptr<dlm::Context> context;
   dlm::Buffers buffers;
   std::optional<dlm::Batch> batch;  // what runs: one request, or several together
+  dlm_pass_counts counts{};         // of the last passes
   dlm_before_pass_fn before_pass = nullptr;
   void* before_pass_user = nullptr;
   std::string last_error;
@@ -199,9 +200,7 @@ dlm::Request make_request(const dlm_session& session, const dlm::Policy& policy,
   std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, options.max_new_tokens);
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
-  dlm::Request request(denoiser, policy, std::move(canvas), std::move(undecided), options.steps, name);
-  request.check_limits(*session.bundle.engine);
-  return request;
+  return dlm::Request(denoiser, *session.bundle.engine, policy, std::move(canvas), std::move(undecided), options.steps, name);
 }
 
 // Puts each request, by number, into the first batch that has room for it and that it fits into.
@@ -227,6 +226,7 @@ void start(dlm_session& session, const dlm_generate_options& options, const int3
   one.push_back(make_request(session, policy, options, tokens, count, ""));
   check_capacity(capacity, one[0].canvas().size());
   session.batch.emplace(session.bundle.manifest.denoiser, policy, std::move(one));
+  session.counts = {};
 }
 
 void add(dlm_stats& sum, const dlm_stats& of_batch) {
@@ -237,6 +237,12 @@ void add(dlm_stats& sum, const dlm_stats& of_batch) {
   sum.cache_s += of_batch.cache_s;
   sum.total_s += of_batch.total_s;
   sum.cache_bytes = std::max(sum.cache_bytes, of_batch.cache_bytes);
+}
+
+void add(dlm_pass_counts& sum, const dlm_pass_counts& of_batch) {
+  sum.prefill += of_batch.prefill;
+  sum.denoise += of_batch.denoise;
+  sum.store += of_batch.store;
 }
 
 const dlm::Request& running(const dlm_session& session) { return session.batch->requests().front(); }
@@ -252,6 +258,7 @@ void step(dlm_session& session) {
   try {
     if (!session.batch->done()) ask_before_pass(session);
     session.batch->step(*session.context, session.buffers);
+    session.counts = session.batch->counts();
   } catch (...) {
     session.batch.reset();
     throw;
@@ -372,6 +379,7 @@ void dlm_bundle_denoiser_sized(const dlm_bundle* bundle, dlm_denoiser* denoiser,
   told.has_cache = d.has_cache ? 1 : 0;
   told.eos_token_ids = d.eos_token_ids.data();
   told.eos_count = d.eos_token_ids.size();
+  told.visible_block = d.visible_block;
   dlm::give(told, struct_size, denoiser);
 }
 void(dlm_bundle_denoiser)(const dlm_bundle* bundle, dlm_denoiser* denoiser) {
@@ -479,6 +487,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
     std::vector<std::vector<int32_t>> canvases(request_count);
     std::vector<int32_t> nfe(request_count);
     dlm_stats sum{};
+    dlm_pass_counts counts{};
     for (const auto& batch : batches) {
       std::vector<dlm::Request> together;
       for (const size_t number : batch) together.push_back(std::move(made[number]));
@@ -490,8 +499,10 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
         nfe[batch[i]] = done.nfe();
       }
       add(sum, session->batch->stats());
+      add(counts, session->batch->counts());
     }
     session->batch.reset();
+    session->counts = counts;
     for (size_t i = 0; i < request_count; ++i) {
       std::memcpy(requests[i].tokens, canvases[i].data(), canvases[i].size() * sizeof(int32_t));
       requests[i].length = canvases[i].size();
@@ -521,6 +532,10 @@ dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
 void dlm_session_stats(const dlm_session* session, dlm_stats* stats) {
   if (stats == nullptr) return;
   *stats = session != nullptr && session->batch ? session->batch->stats() : dlm_stats{};
+}
+
+void dlm_session_pass_counts_sized(const dlm_session* session, dlm_pass_counts* counts, size_t struct_size) {
+  dlm::give(session == nullptr ? dlm_pass_counts{} : session->counts, struct_size, counts);
 }
 
 const uint8_t* dlm_session_undecided(const dlm_session* session, size_t* length) {

@@ -13,13 +13,24 @@ void DeviceCache::place(std::vector<Place> places) {
   hole_ = written_ = {0, 0};
 }
 
-void DeviceCache::begin(CacheUse use) {
-  if (use == CacheUse::write) kept_ = 0;
+void DeviceCache::move(std::vector<Place> places, CUstream stream) {
+  for (size_t i = 0; i < places.size(); ++i) {
+    const CacheLayer& layer = shape_[i / 2];
+    const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
+    copy_rows(places_[i].past, kept_, places[i].past, kept_, kept_, heads, layer.row_bytes(), stream);
+  }
+  places_ = std::move(places);
+  written_ = {0, 0};
+}
+
+void DeviceCache::begin(const dlm_pass& pass, CacheUse use) {
+  const bool is_first = use == CacheUse::write || (use == CacheUse::append && pass.cached == 0);
+  if (is_first) kept_ = 0;
   written_ = {0, 0};
 }
 
 void DeviceCache::end(const dlm_pass& pass, CacheUse use) {
-  if (use != CacheUse::write && use != CacheUse::refresh) return;
+  if (use == CacheUse::none || use == CacheUse::read) return;
   const auto first = static_cast<int32_t>(pass.position_ids[0]);
   batch_ = pass.batch;
   written_ = hole_ = {first, first + pass.tokens};
@@ -27,6 +38,9 @@ void DeviceCache::end(const dlm_pass& pass, CacheUse use) {
 
 void DeviceCache::keep_outside(int32_t first, int32_t last, CUstream stream) {
   const int32_t length = kept_ + hole_.tokens();
+  first = std::min(first, length);
+  last = std::min(last, length);
+  if (first == hole_.first && last == hole_.last) return;  // what was written lies in past's hole
   const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
   if (!is_filled && (first > hole_.first || last < hole_.last))
     fail(DLM_INTERNAL, "rows outside %d..%d are to be kept, those of %d..%d are gone", first, last, hole_.first, hole_.last);
@@ -43,6 +57,21 @@ uint64_t DeviceCache::bytes() const {
   return bytes;
 }
 
+// `rows` rows of every head, of `row` bytes each, where a head has from_rows and to_rows.
+void DeviceCache::copy_rows(CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows, size_t heads,
+                            size_t row, CUstream stream) const {
+  if (rows <= 0) return;
+  CUDA_MEMCPY2D what{};
+  what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+  what.srcDevice = from;
+  what.dstDevice = to;
+  what.srcPitch = static_cast<size_t>(from_rows) * row;
+  what.dstPitch = static_cast<size_t>(to_rows) * row;
+  what.WidthInBytes = static_cast<size_t>(rows) * row;
+  what.Height = heads;
+  cuda_.check(cuda_.cuMemcpy2DAsync_v2(&what, stream), "cuMemcpy2DAsync");
+}
+
 // One tensor's part of keep_outside.
 void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer, const Place& place, CUstream stream) {
   const auto& [past, present] = place;
@@ -50,18 +79,8 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
   const size_t row = layer.row_bytes();
   const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
   const size_t staged = layer.tensor_bytes(batch_, written_.tokens());  // present is as large as the longest canvas
-  // `rows` rows of every head, where a head has from_rows and to_rows.
   const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows) {
-    if (rows <= 0) return;
-    CUDA_MEMCPY2D what{};
-    what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-    what.srcDevice = from;
-    what.dstDevice = to;
-    what.srcPitch = static_cast<size_t>(from_rows) * row;
-    what.dstPitch = static_cast<size_t>(to_rows) * row;
-    what.WidthInBytes = static_cast<size_t>(rows) * row;
-    what.Height = heads;
-    cuda_.check(cuda_.cuMemcpy2DAsync_v2(&what, stream), "cuMemcpy2DAsync");
+    copy_rows(from, from_rows, to, to_rows, rows, heads, row, stream);
   };
   copy(past, kept_, present + staged, kept_, kept_);
   // The positions [low, high) outside [first, last), all of them from the rows that start at position `at`.

@@ -31,11 +31,14 @@ class DeviceCache {
 
   // Keys and values of layer 0, of layer 1, ...; what was kept elsewhere is forgotten.
   void place(std::vector<Place> places);
+
+  // The same with the rows that are kept, which are copied there in the order of the stream.
+  void move(std::vector<Place> places, CUstream stream);
   const Place& key(size_t layer) const { return places_[2 * layer]; }
   const Place& value(size_t layer) const { return places_[2 * layer + 1]; }
 
   // Around a pass, which may fail in between. `use` is Context::run's.
-  void begin(CacheUse use);
+  void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
   // Context::keep_outside, in the order of the stream, and nothing to wait for. Rows stay in the order of their positions: the
@@ -52,6 +55,8 @@ class DeviceCache {
     int32_t tokens() const { return last - first; }
   };
 
+  void copy_rows(CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows, int32_t rows, size_t heads, size_t row,
+                 CUstream stream) const;
   void move_rows(int32_t first, int32_t last, const CacheLayer& layer, const Place& place, CUstream stream);
 
   const Cuda& cuda_;

@@ -12,10 +12,11 @@ namespace {
 
 class DeviceContext final : public Context {
  public:
-  DeviceContext(HostEngine& engine, const CudaDevice& device, const CacheShape& shape)
+  DeviceContext(HostEngine& engine, const CudaDevice& device, const CacheShape& shape, int32_t longest)
       : engine_(engine),
         device_(device),
         shape_(shape),
+        longest_(longest),
         nothing_(shape.size(), nullptr),
         stream_(nullptr, CudaDelete{&device.cuda()}),
         cache_(device.cuda(), shape) {
@@ -36,15 +37,16 @@ class DeviceContext final : public Context {
     pass.layers = static_cast<int32_t>(shape_.size());
     pass.past_keys = pass.past_values = nothing_.data();
     if (use == CacheUse::write) make_room(pass.batch, pass.tokens);
-    if (use == CacheUse::read || use == CacheUse::refresh) {
+    if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);
+    if (use != CacheUse::none && pass.cached > 0) {
       pass.past_keys = past_keys_.data();
       pass.past_values = past_values_.data();
     }
-    if (use == CacheUse::write || use == CacheUse::refresh) {
+    if (use != CacheUse::none && use != CacheUse::read) {
       pass.present_keys = present_keys_.data();
       pass.present_values = present_values_.data();
     }
-    cache_.begin(use);
+    cache_.begin(pass, use);
     engine_.run(pass);
     cache_.end(pass, use);
   }
@@ -62,9 +64,7 @@ class DeviceContext final : public Context {
   // Past and present of keys and values, each of a whole canvas. Memory grows and never shrinks; what there was is given back
   // first.
   void make_room(int32_t batch, int32_t length) {
-    std::vector<size_t> parts;
-    for (const CacheLayer& layer : shape_) parts.insert(parts.end(), 4, layer.tensor_bytes(batch, length));
-    const std::vector<size_t> offsets = lay_out(parts);
+    const std::vector<size_t> offsets = offsets_of(batch, length);
     const CudaDevice::Use use(device_);
     if (memory_ == nullptr || memory_->bytes() < offsets.back()) {
       cache_.place({});
@@ -72,10 +72,43 @@ class DeviceContext final : public Context {
       check_room(batch, length, offsets.back());
       memory_ = std::make_unique<CudaMemory>(device_.cuda(), CudaMemory::Kind::device, offsets.back());
     }
+    capacity_ = length;
+    cache_.place(places_in(*memory_, offsets));
+    point();
+  }
+
+  // For `tokens` rows behind the `cached` ones of each head, which stay. Room doubles, so that rows are moved to a new place a few
+  // times only, and never comes to more than the longest canvas has.
+  void make_room_behind(int32_t batch, int32_t cached, int32_t tokens) {
+    const int32_t rows = cached + tokens;
+    if (cached == 0) return make_room(batch, rows);
+    if (rows <= capacity_) return;
+    const auto most = static_cast<int32_t>(std::max<int64_t>(rows, std::min<int64_t>(2 * int64_t{capacity_}, longest_)));
+    const std::vector<size_t> offsets = offsets_of(batch, most);
+    const CudaDevice::Use use(device_);
+    check_room(batch, most, offsets.back());
+    auto memory = std::make_unique<CudaMemory>(device_.cuda(), CudaMemory::Kind::device, offsets.back());
+    cache_.move(places_in(*memory, offsets), stream_.get());
+    device_.cuda().check(device_.cuda().cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
+    memory_ = std::move(memory);
+    capacity_ = most;
+    point();
+  }
+
+  std::vector<size_t> offsets_of(int32_t batch, int32_t rows) const {
+    std::vector<size_t> parts;
+    for (const CacheLayer& layer : shape_) parts.insert(parts.end(), 4, layer.tensor_bytes(batch, rows));
+    return lay_out(parts);
+  }
+
+  std::vector<DeviceCache::Place> places_in(const CudaMemory& memory, const std::vector<size_t>& offsets) const {
     std::vector<DeviceCache::Place> places;
     for (size_t i = 0; i < 2 * shape_.size(); ++i)
-      places.push_back({memory_->device(offsets[2 * i]), memory_->device(offsets[2 * i + 1])});
-    cache_.place(std::move(places));
+      places.push_back({memory.device(offsets[2 * i]), memory.device(offsets[2 * i + 1])});
+    return places;
+  }
+
+  void point() {
     for (auto* const pointers : {&present_keys_, &present_values_}) pointers->clear();
     for (auto* const pointers : {&past_keys_, &past_values_}) pointers->clear();
     for (size_t i = 0; i < shape_.size(); ++i) {
@@ -108,6 +141,8 @@ class DeviceContext final : public Context {
   HostEngine& engine_;
   const CudaDevice& device_;
   const CacheShape& shape_;                 // the engine's
+  const int32_t longest_;
+  int32_t capacity_ = 0;                    // rows a head that each tensor has room for
   const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
   CudaStream stream_;
   std::unique_ptr<CudaMemory> memory_;
@@ -118,8 +153,9 @@ class DeviceContext final : public Context {
 
 }  // namespace
 
-std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device, const CacheShape& shape) {
-  return std::make_unique<DeviceContext>(engine, device, shape);
+std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device, const CacheShape& shape,
+                                             int32_t longest) {
+  return std::make_unique<DeviceContext>(engine, device, shape, longest);
 }
 
 }  // namespace dlm

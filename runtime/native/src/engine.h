@@ -33,10 +33,11 @@ using CacheShape = std::vector<CacheLayer>;
 
 // What a pass does with the cache of its context.
 enum class CacheUse {
-  none,    // nothing: S is 0, and the T new rows are of no use
-  write,   // S is 0; the T new rows are kept for keep_outside, and all others forgotten, B with them
-  read,    // over the S rows that keep_outside kept
-  refresh  // over them as well, and the T new rows are kept with them
+  none,     // nothing: S is 0, and the T new rows are of no use
+  write,    // S is 0; the T new rows are kept for keep_outside, and all others forgotten, B with them
+  read,     // over the S rows that keep_outside kept
+  refresh,  // over them as well, and the T new rows are kept with them
+  append    // over those of the positions [0, S), S being 0 or kept; the T new rows are kept behind them, all others forgotten
 };
 
 class Context {
@@ -48,11 +49,11 @@ class Context {
   // Throws Error(DLM_ENGINE_FAILED) or whatever else ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Makes the rows of the positions outside [first, last) what the next passes read, in any order: attention is full, and
-  // keys are encoded with their positions. They are rows that were kept, or of the last pass if that kept its own.
+  // Makes the rows of the positions outside [first, last) what the next passes read, in any order: every row of a pass sees
+  // them, and keys are encoded with their positions. They are rows that were kept, or of the last pass if that kept its own.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // What the keys and values of this batch take now; rows grow with the canvas, not with the passes.
+  // What the keys and values of this batch take now. Rows grow with the canvas, or by what is appended, and not with the passes.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -60,8 +61,9 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // A context of this engine, which must outlive it; one thread at a time uses it.
-  virtual std::unique_ptr<Context> open_context() = 0;
+  // A context of this engine, which must outlive it; one thread at a time uses it. Of a cache that is appended to it never holds
+  // room for more than `longest` rows, the denoiser's max_canvas_length.
+  virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
   // One line for people: name, version, provider.
   virtual std::string description() const = 0;
@@ -82,7 +84,7 @@ class HostEngine : public Engine {
  public:
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
 
-  std::unique_ptr<Context> open_context() override;
+  std::unique_ptr<Context> open_context(int32_t longest) override;
 
   // Runs a pass with all of dlm_pass set; called from one thread a context and from several contexts at once.
   virtual void run(const dlm_pass& pass) = 0;

@@ -136,8 +136,8 @@ class OnnxRuntime final : public HostEngine {
            (left_.empty() ? "" : "; not run there: " + left_) + ")";
   }
 
-  std::unique_ptr<Context> open_context() override {
-    return device_ ? open_device_context(*this, *device_, cache()) : HostEngine::open_context();
+  std::unique_ptr<Context> open_context(int32_t longest) override {
+    return device_ ? open_device_context(*this, *device_, cache(), longest) : HostEngine::open_context(longest);
   }
 
   void run(const dlm_pass& pass) override {

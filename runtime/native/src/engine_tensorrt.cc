@@ -116,7 +116,7 @@ int32_t TensorRt::max_rows(int32_t tokens, int32_t cached) const {
   return profile < 0 ? 0 : (profile == 0 ? spec_.prefill : spec_.block).rows.largest;
 }
 
-std::unique_ptr<Context> TensorRt::open_context() { return open_session(*this); }
+std::unique_ptr<Context> TensorRt::open_context(int32_t) { return open_session(*this); }
 
 std::unique_ptr<nvinfer1::IExecutionContext> TensorRt::create_context() {
   const std::lock_guard<std::mutex> lock(mutex_);

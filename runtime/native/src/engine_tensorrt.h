@@ -29,7 +29,7 @@ class TensorRt final : public Engine {
   TensorRt(const TensorRt&) = delete;
   TensorRt& operator=(const TensorRt&) = delete;
 
-  std::unique_ptr<Context> open_context() override;
+  std::unique_ptr<Context> open_context(int32_t longest) override;
   std::string description() const override;
   int32_t max_rows(int32_t tokens, int32_t cached) const override;
   int32_t max_batch() const override { return 1; }  // its profiles are of one

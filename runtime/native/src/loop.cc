@@ -108,91 +108,86 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   }
 }
 
-Request::Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided,
-                 int32_t steps, std::string name)
+Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy, std::vector<int32_t> canvas,
+                 std::vector<uint8_t> undecided, int32_t steps, std::string name)
     : denoiser_(denoiser),
-      policy_(policy),
+      policy_(suit_policy(policy, denoiser.visible_block, denoiser.shift)),
       name_(std::move(name)),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
-  const auto length = static_cast<int32_t>(canvas_.size());
-  is_given_.resize(canvas_.size());
-  int32_t origin = length;  // blocks are counted from the first position that is not given
-  for (int32_t i = length - 1; i >= 0; --i) {
-    is_given_[static_cast<size_t>(i)] = undecided_[static_cast<size_t>(i)] == 0;
-    if (!is_given_[static_cast<size_t>(i)]) origin = i;
-  }
-  const int32_t block_length = policy_.block_length > 0 ? policy_.block_length : std::max(1, length - origin);
-  const int32_t count = static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
-  if (steps > 0 && steps < count)
-    fail(DLM_INVALID_ARGUMENT, "steps = %d is fewer than the %d blocks of %d tokens: every block takes a step", steps, count,
-         block_length);
-  for (int32_t number = 0; number < count; ++number) {
-    Block block{};
-    block.start = origin + number * block_length;
-    block.end = static_cast<int32_t>(std::min<int64_t>(int64_t{block.start} + block_length, length));
-    for (int32_t i = block.start; i < block.end; ++i) block.undecided += undecided_[static_cast<size_t>(i)];
-    block.steps = steps > 0                      ? even_count(steps, number, count)
-                  : policy_.steps_per_block > 0 ? policy_.steps_per_block
-                                                 : block_length;
-    if (block.undecided == 0) continue;
-    const int32_t last = policy_.cache == Cache::prefix ? length : block.end;
-    block.opening = {0, length};
-    block.rest = policy_.cache == Cache::none ? block.opening : Range{block.start, last};
-    if (policy_.refresh > 0 && !blocks_.empty())
-      block.opening = {std::max(0, std::min(block.start - policy_.refresh, blocks_.back().start)), last};
-    blocks_.push_back(block);
-  }
+  for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
+  plan_ = plan_passes(undecided_, policy_, denoiser_.visible_block, denoiser_.shift, steps, engine);
+  check_limits(engine);
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
+  if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
+  settle();
+}
+
+int32_t Request::count_undecided(Range range) const {
+  return static_cast<int32_t>(std::count(undecided_.begin() + range.first, undecided_.begin() + range.last, 1));
 }
 
 void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
-  const auto check = [&](Range range, int32_t rows, const char* advice) {
-    const int32_t tokens = range.tokens();
-    const int32_t most = engine.max_rows(tokens, length - tokens);
-    if (rows <= most) return;
+  const bool is_prefix = policy_.cache == Cache::prefix, is_full = is_prefix || policy_.cache == Cache::dual;
+  for (const Stage& stage : plan_) {
+    const int32_t tokens = stage.rows.tokens();
+    const bool is_opening = is_full && !stage.is_repeated;
+    int32_t rows = count_undecided(stage.decided);
+    if (is_full && stage.is_repeated) --rows;  // its opening pass decides one at least
+    if (is_full && rows == 0) continue;
+    if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
+    if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
+    const char* const advice =
+        policy_.cache == Cache::block                                 ? "choose a smaller block_length, if this is no least one"
+        : policy_.cache == Cache::none || (is_opening && tokens == length) ? "choose a shorter canvas or a smaller block_length"
+        : is_opening ? (is_prefix ? "choose cache = \"dual\", or refresh = 0"
+                                  : "choose a smaller refresh or block_length, or refresh = 0")
+        : is_prefix ? "choose cache = \"dual\""
+                    : "choose a smaller block_length";
     fail(DLM_INVALID_ARGUMENT,
          "this request needs a pass of %d tokens over %d cached ones that scores %d rows, but the engine takes %s: %s, or build "
          "the engine again with a larger --canvas or --block",
-         tokens, length - tokens, rows, engine.limits().c_str(), advice);
-  };
-  const bool is_prefix = policy_.cache == Cache::prefix;
-  for (const Block& block : blocks_) {
-    check(block.opening, block.undecided,
-          block.opening.tokens() == length ? "choose a shorter canvas or a smaller block_length"
-          : is_prefix                      ? "choose cache = \"dual\", or refresh = 0"
-                                           : "choose a smaller refresh or block_length, or refresh = 0");
-    if (policy_.cache == Cache::none || block.undecided < 2) continue;  // a block of one is done after its opening pass
-    check(block.rest, block.undecided - 1, is_prefix ? "choose cache = \"dual\"" : "choose a smaller block_length");
+         tokens, stage.cached, rows, engine.limits().c_str(), advice);
   }
 }
 
 bool Request::fits(const Request& other) const {
-  const auto same = [](const Block& one, const Block& two) { return one.start == two.start && one.end == two.end; };
+  const auto same = [](const Stage& one, const Stage& two) {
+    return one.rows == two.rows && one.use == two.use && one.block == two.block;
+  };
   if (canvas_.size() != other.canvas_.size()) return false;
-  return policy_.cache == Cache::none ||
-         std::equal(blocks_.begin(), blocks_.end(), other.blocks_.begin(), other.blocks_.end(), same);
+  if (policy_.cache == Cache::none) return true;
+  // A pass more, for a slower request, would store other rows than the last one that this one's block took.
+  if (policy_.store == Store::reuse) return false;
+  return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
 
 size_t Request::find_positions() {
+  const Range range = is_editing_ ? stage().block : stage().decided;
   positions_.clear();
-  for (int32_t i = block().start; i < block().end; ++i)
-    if (undecided_[static_cast<size_t>(i)] != 0) positions_.push_back(i);
+  for (int32_t i = range.first; i < range.last; ++i)
+    if (is_editing_ ? !is_given_[static_cast<size_t>(i)] : undecided_[static_cast<size_t>(i)] != 0) positions_.push_back(i);
   return positions_.size();
 }
 
 void Request::step(const Predictions& predictions, Buffers& buffers) {
   ++nfe_;
-  score(predictions, buffers);
-  commit(predictions, buffers);
-  ++block_step_;
-  view_start_ = block().start;
-  view_end_ = block().end;
-  if (committed_ == static_cast<int32_t>(positions_.size())) finish_block();
+  committed_ = 0;
+  std::fill(guess_.begin(), guess_.end(), -1);
+  std::fill(score_.begin(), score_.end(), 0.0f);
+  if (!positions_.empty()) {
+    score(predictions, buffers);
+    is_editing_ ? edit(predictions, buffers) : commit(predictions, buffers);
+  }
+  is_made_ = true;
+  ++(is_editing_ ? edits_ : step_);
+  view_start_ = stage().block.first;
+  view_end_ = stage().block.last;
+  settle();
 }
 
 void Request::score(const Predictions& predictions, Buffers& buffers) const {
@@ -204,7 +199,7 @@ void Request::score(const Predictions& predictions, Buffers& buffers) const {
     if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
       fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[i]);
     double& score = buffers.scores[i];
-    switch (policy_.score) {
+    switch (is_editing_ ? Score::confidence : policy_.score) {
       case Score::confidence:
         score = best;
         break;
@@ -223,10 +218,10 @@ void Request::score(const Predictions& predictions, Buffers& buffers) const {
            "the denoiser's prediction at position %d is not finite: weights are damaged, or overflow at this precision",
            positions_[i]);
   }
-  // Of a block's passes, over a cache and a shifted denoiser, only the opening one has the row before the block, which predicts
-  // its first position: that position is taken as sure there, so that it commits.
-  const bool is_first_undecided = positions_[0] == block().start;
-  if (block_step_ == 0 && policy_.cache != Cache::none && denoiser_.shift == 1 && is_first_undecided) {
+  // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening one has the row before the
+  // block, which predicts its first position: that position is taken as sure there, so that it commits.
+  const bool is_opening = !stage().is_repeated && (policy_.cache == Cache::prefix || policy_.cache == Cache::dual);
+  if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
     // Never below another, whatever the graph calls a probability: left undecided, it would be scored by row -1.
     const double best = *std::max_element(buffers.scores.begin(), buffers.scores.end());
     buffers.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
@@ -234,14 +229,12 @@ void Request::score(const Predictions& predictions, Buffers& buffers) const {
 }
 
 void Request::commit(const Predictions& predictions, Buffers& buffers) {
-  const Block& block = blocks_[block_];
-  const auto undecided = static_cast<int32_t>(positions_.size());
-  const int32_t planned = policy_.commit == Commit::timestep
-                              ? timestep_count(undecided, block_step_, block.steps, policy_.timestep_eps)
-                              : even_count(block.undecided, block_step_, block.steps);
+  const int32_t steps = stage().steps;
+  const int32_t planned =
+      policy_.commit == Commit::timestep
+          ? timestep_count(static_cast<int32_t>(positions_.size()), step_, steps, policy_.timestep_eps)
+          : even_count(masked_, step_, steps);
   committed_ = choose(policy_, buffers.scores, planned, buffers.order);
-  std::fill(guess_.begin(), guess_.end(), -1);
-  std::fill(score_.begin(), score_.end(), 0.0f);
   for (size_t rank = 0; rank < buffers.order.size(); ++rank) {
     const auto row = static_cast<size_t>(buffers.order[rank]);
     const auto position = static_cast<size_t>(positions_[row]);
@@ -256,21 +249,51 @@ void Request::commit(const Predictions& predictions, Buffers& buffers) {
   }
 }
 
-void Request::finish_block() {
-  const Block& block = blocks_[block_];
+// LLaDA2.1: what is decided changes where another token is surely better.
+void Request::edit(const Predictions& predictions, const Buffers& buffers) {
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    int32_t& standing = canvas_[static_cast<size_t>(positions_[row])];
+    const int32_t token = predictions.tokens[row * static_cast<size_t>(denoiser_.top_k)];
+    if (token == standing || !(buffers.scores[row] > policy_.edit_threshold)) continue;
+    standing = token;
+    ++committed_;
+  }
+}
+
+// Goes on to the stage that has a pass to make.
+void Request::settle() {
+  while (!done()) {
+    const Stage& now = stage();
+    const bool is_stored = now.use != CacheUse::none && now.use != CacheUse::read;
+    const bool is_undecided = count_undecided(now.decided) > 0;
+    if (now.is_repeated ? is_undecided : !is_made_ && (is_stored || is_undecided)) return;
+    if (now.is_last) {
+      is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes && (edits_ == 0 || committed_ > 0);
+      if (is_editing_ || end_early(now.block)) return;
+      edits_ = 0;
+    }
+    ++stage_;
+    is_made_ = false;
+    if (done() || stage().decided == now.decided) continue;
+    step_ = 0;
+    masked_ = count_undecided(stage().decided);
+  }
+}
+
+// Whether the block ended the request, as it holds an end token.
+bool Request::end_early(Range block) {
   const auto& eos = denoiser_.eos_token_ids;
-  ++block_;
-  block_step_ = 0;
-  if (policy_.stop != Stop::eos) return;
-  for (int32_t i = block.start; i < block.end; ++i) {
+  if (policy_.stop != Stop::eos) return false;
+  for (int32_t i = block.first; i < block.last; ++i) {
     const auto at = static_cast<size_t>(i);
     if (is_given_[at] || std::find(eos.begin(), eos.end(), canvas_[at]) == eos.end()) continue;
     for (size_t later = 0; later < canvas_.size(); ++later)
       if (undecided_[later] != 0) canvas_[later] = eos.front();
     undecided_.assign(undecided_.size(), 0);
-    block_ = blocks_.size();
-    return;
+    stage_ = plan_.size();
+    return true;
   }
+  return false;
 }
 
 dlm_step Request::view() const {
@@ -309,10 +332,9 @@ std::vector<Batch::Turn> Batch::find_turns() {
   const bool has_cache = policy_.cache != Cache::none;
   const Request* slowest = nullptr;
   for (const Request& request : requests_)
-    if (!request.done() && (slowest == nullptr || request.block_number() < slowest->block_number())) slowest = &request;
-  // Those that wait keep their rows in the cache until a pass writes all of it anew, when none waits.
-  const bool is_full = slowest->block().opening.tokens() == static_cast<int32_t>(slowest->canvas().size());
-  if (!has_cache || (is_full && slowest->block_step() == 0)) {
+    if (!request.done() && (slowest == nullptr || request.stage_number() < slowest->stage_number())) slowest = &request;
+  // Those that wait keep their rows in the cache until a pass needs none of it.
+  if (rows_.empty() || slowest->stage().cached == 0) {
     rows_.clear();
     for (size_t i = 0; i < requests_.size(); ++i)
       if (!requests_[i].done()) rows_.push_back(i);
@@ -320,45 +342,44 @@ std::vector<Batch::Turn> Batch::find_turns() {
   std::vector<Turn> turns;
   for (size_t row = 0; row < rows_.size(); ++row) {
     Request& request = requests_[rows_[row]];
-    if (request.done() || (has_cache && request.block_number() != slowest->block_number())) continue;
+    if (request.done() || (has_cache && request.stage_number() != slowest->stage_number())) continue;
     turns.push_back({&request, row});
   }
   return turns;
 }
 
 dlm_pass Batch::run_pass(const std::vector<Turn>& turns, Context& context, Buffers& buffers) {
-  const Request& any = *turns.front().request;
-  const auto length = static_cast<int32_t>(any.canvas().size());
-  const bool is_opening = any.block_step() == 0;
-  const Request::Range range = is_opening ? any.block().opening : any.block().rest;
+  const Stage stage = turns.front().request->stage();
+  const Range rows = stage.rows;
   std::vector<const std::vector<int32_t>*> canvases;
   for (const size_t number : rows_) canvases.push_back(&requests_[number].canvas());
-  dlm_pass pass = prepare_pass(canvases, range.first, range.last, buffers);
-  pass.cached = length - pass.tokens;
-  size_t most = 0;
+  dlm_pass pass = prepare_pass(canvases, rows.first, rows.last, buffers);
+  pass.cached = stage.cached;
+  size_t most = 1;  // a pass scores a row at least, whoever looks at it
   for (const Turn& turn : turns) most = std::max(most, turn.request->find_positions());
   buffers.score_rows.assign(rows_.size() * most, 0);  // a place that exists, where a request has fewer
   for (const Turn& turn : turns) {
     int64_t* row = buffers.score_rows.data() + turn.row * most;
-    for (const int32_t position : turn.request->positions()) *row++ = std::max(position - denoiser_.shift, 0) - range.first;
+    for (const int32_t position : turn.request->positions()) *row++ = std::max(position - denoiser_.shift, 0) - rows.first;
   }
   prepare_scores(denoiser_, pass, buffers);
   buffers.entropy.resize(buffers.score_rows.size());
   pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
-  const bool has_cache = policy_.cache != Cache::none;
-  const CacheUse use = pass.cached == 0 ? (has_cache && is_opening ? CacheUse::write : CacheUse::none)
-                       : is_opening     ? CacheUse::refresh
-                                        : CacheUse::read;
-  if (pass.cached > 0 && any.block_step() < 2) {  // a block's other passes read what its second one does
+  const bool is_stored = stage.use != CacheUse::none && stage.use != CacheUse::read;
+  if (pass.cached > 0 && !(kept_ == rows)) {
     const Stopwatch timer(stats_.cache_s);
-    context.keep_outside(range.first, range.last);
+    context.keep_outside(rows.first, rows.last);
+    kept_ = rows;
   }
   {
-    const Stopwatch timer(has_cache && is_opening ? stats_.prefill_s : stats_.passes_s);
-    context.run(pass, use);
+    const Stopwatch timer(stage.kind == PassKind::denoise ? stats_.passes_s : stats_.prefill_s);
+    context.run(pass, stage.use);
   }
-  if (has_cache) stats_.cache_bytes = std::max(stats_.cache_bytes, context.cache_bytes());
+  if (is_stored) kept_ = {0, 0};
+  // Before, the context may still say what another batch had.
+  if (is_stored || stats_.cache_bytes > 0) stats_.cache_bytes = std::max(stats_.cache_bytes, context.cache_bytes());
   ++stats_.nfe;
+  ++(stage.kind == PassKind::denoise ? counts_.denoise : stage.kind == PassKind::store ? counts_.store : counts_.prefill);
   return pass;
 }
 

@@ -1,9 +1,4 @@
-// The unmasking loop: requests' canvases, their blocks and caches, one pass and its commits a step.
-//
-// Caches (arXiv:2505.22618): `none` runs the whole canvas every pass; `prefix` and `dual` run it once a block and then only
-// [block start, end of canvas) or the block itself, over the keys and values of everything else. With `refresh`, only the
-// first block's opening pass runs the whole canvas: a later one reaches back to the start of the block decided before it, or
-// `refresh` tokens if that is farther, so that no kept row is of a mask token whose place has been filled since.
+// The unmasking loop: requests' canvases, the stages of their plans, one pass and its commits a step.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +8,7 @@
 
 #include "engine.h"
 #include "error.h"
+#include "plan.h"
 #include "policy.h"
 
 namespace dlm {
@@ -23,6 +19,7 @@ struct Denoiser {
   bool has_cache;
   CacheShape cache;  // at least one layer, and of no use where there is none
   std::vector<int32_t> eos_token_ids;
+  int32_t visible_block = 0;  // 0: attention is full
 };
 
 // Inputs and outputs of passes, which outlive a batch, so that the next one of the same size allocates nothing.
@@ -45,38 +42,26 @@ struct Predictions {
 // A request's canvas: which of its positions passes score, and what their candidates commit. It makes no passes itself.
 class Request {
  public:
-  struct Range {
-    int32_t first, last;
-    int32_t tokens() const { return last - first; }
-  };
-  struct Block {
-    int32_t start, end, undecided, steps;  // undecided: at its start
-    Range opening, rest;                   // what its first pass and its others run over
-  };
-
   // undecided says for each position of the canvas whether a token is wanted there, whatever token passes shall see until then;
   // ids and lengths are checked already. steps > 0 plans that many passes for the whole generation. name: what its errors start
-  // with, such as "request 3: ". Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
-  Request(const Denoiser& denoiser, const Policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided,
-          int32_t steps, std::string name = "");
+  // with, such as "request 3: ". Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), where it may need a pass that the engine
+  // does not take as well.
+  Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy, std::vector<int32_t> canvas,
+          std::vector<uint8_t> undecided, int32_t steps, std::string name = "");
 
-  // Throws Error(DLM_INVALID_ARGUMENT) if the request may need a pass that the engine does not take.
-  void check_limits(const Engine& engine) const;
-
-  // Whether both can be in one batch: canvases of one length, and over a cache the same blocks to fill.
+  // Whether both can be in one batch: over a cache, their passes run over the same rows.
   bool fits(const Request& other) const;
 
-  bool done() const { return block_ == blocks_.size(); }
-  size_t block_number() const { return block_; }
-  const Block& block() const { return blocks_[block_]; }
-  int32_t block_step() const { return block_step_; }
+  bool done() const { return stage_ == plan_.size(); }
+  size_t stage_number() const { return stage_; }
+  const Stage& stage() const { return plan_[stage_]; }
   const std::string& name() const { return name_; }
   const std::vector<int32_t>& canvas() const { return canvas_; }
   const std::vector<uint8_t>& undecided() const { return undecided_; }  // by position, 1 or 0
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
 
-  // Finds the positions of the block that are undecided, which the next pass scores; returns how many they are.
+  // Finds the positions that the next pass scores; returns how many they are. None where it only stores.
   size_t find_positions();
   const std::vector<int32_t>& positions() const { return positions_; }  // ascending
 
@@ -84,9 +69,13 @@ class Request {
   void step(const Predictions& predictions, Buffers& buffers);
 
  private:
+  int32_t count_undecided(Range range) const;
+  void check_limits(const Engine& engine) const;
   void score(const Predictions& predictions, Buffers& buffers) const;
   void commit(const Predictions& predictions, Buffers& buffers);
-  void finish_block();
+  void edit(const Predictions& predictions, const Buffers& buffers);
+  void settle();
+  bool end_early(Range block);
 
   const Denoiser& denoiser_;
   Policy policy_;
@@ -94,9 +83,12 @@ class Request {
   std::vector<int32_t> canvas_;
   std::vector<uint8_t> undecided_;
   std::vector<bool> is_given_;
-  std::vector<Block> blocks_;
-  size_t block_ = 0;
-  int32_t block_step_ = 0, nfe_ = 0;
+  std::vector<Stage> plan_;
+  size_t stage_ = 0;
+  bool is_made_ = false, is_editing_ = false;  // of the stage: a pass was made; its block is full
+  int32_t step_ = 0, masked_ = 0;              // of its positions: passes made, and how many were undecided before
+  int32_t edits_ = 0;                          // passes over its full block
+  int32_t nfe_ = 0;
   std::vector<int32_t> positions_;  // what find_positions found
   std::vector<int32_t> guess_;
   std::vector<float> score_;
@@ -105,9 +97,9 @@ class Request {
 
 // Requests of one policy that go through their passes together; one alone is a batch too.
 //
-// Over a cache they go in lockstep, as its rows are moved for all of them alike: a request that has finished a block waits for
-// the slowest, its rows computed and ignored. A request that is done leaves at the next full pass that fills the cache. Without
-// a cache each goes at its own pace and leaves when it is done. A request gets what it would get alone, after as many passes.
+// Over a cache they go in lockstep, as its rows are moved for all of them alike: a request that has finished a stage waits for
+// the slowest, its rows computed and ignored. A request that is done leaves at the next pass that reads no cache, which over the
+// cache `block` means the first block alone. Without a cache each goes at its own pace and leaves when it is done. A request gets what it would get alone, after as many passes.
 class Batch {
  public:
   // All fit each other; there is at least one. policy: theirs.
@@ -120,6 +112,7 @@ class Batch {
   bool done() const;
   const std::vector<Request>& requests() const { return requests_; }
   const dlm_stats& stats() const { return stats_; }
+  const dlm_pass_counts& counts() const { return counts_; }
 
  private:
   // A request that takes part in a pass, and which of the batch's rows is its.
@@ -135,7 +128,9 @@ class Batch {
   Policy policy_;
   std::vector<Request> requests_;
   std::vector<size_t> rows_;  // by row of the passes: whose it is
+  Range kept_{0, 0};          // outside of which the cache's rows were kept, and nothing was stored since; or of no tokens
   dlm_stats stats_{};
+  dlm_pass_counts counts_{};
 };
 
 // Throws Error(DLM_UNSUPPORTED) if the engine takes no passes of so many requests.

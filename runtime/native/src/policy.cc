@@ -74,10 +74,12 @@ Policy check_policy(const dlm_policy& given) {
   DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
 #undef DLM_CHOICE
 #undef DLM_NUMBER
-  if (out.refresh > 0 && out.cache == Cache::none)
+  if (out.refresh > 0 && out.cache != Cache::prefix && out.cache != Cache::dual)
     fail(DLM_INVALID_ARGUMENT,
-         "policy: refresh = %d, but cache = \"none\" keeps no rows to refresh: use cache = \"prefix\" or \"dual\", or refresh = 0",
-         out.refresh);
+         "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = \"prefix\" or \"dual\", or refresh = 0",
+         out.refresh, policy.cache);
+  if (out.store == Store::reuse && out.cache != Cache::block)
+    fail(DLM_INVALID_ARGUMENT, "policy: store = \"reuse\" is of cache = \"block\", not of \"%s\"", policy.cache);
   const bool wants_fraction =
       out.commit == Commit::threshold || out.commit == Commit::dynamic || out.commit == Commit::factor;
   if (wants_fraction && out.score == Score::entropy)

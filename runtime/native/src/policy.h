@@ -23,9 +23,10 @@ enum class Score { confidence, margin, entropy, random };
 enum class Commit { statically, threshold, dynamic, factor, entropy_bound, timestep, sequential };
 enum class Compare { at_least, above };
 enum class Schedule { even };
-enum class Remask { none };
-enum class Cache { none, prefix, dual };
+enum class Remask { none, edit };
+enum class Cache { none, prefix, dual, block };
 enum class Stop { eos, none };
+enum class Store { pass, reuse };
 
 // How callers spell a value of an enum.
 template <class Enum>
@@ -34,8 +35,7 @@ struct Choice {
   Enum value;
 };
 
-// All spellings of an enum's values, the default first. What is not listed yet (sampling, remasking, the block cache) is
-// refused by name.
+// All spellings of an enum's values, the default first. What is not listed yet (sampling) is refused by name.
 template <class Enum>
 struct Choices;
 template <>
@@ -64,15 +64,20 @@ struct Choices<Schedule> {
 };
 template <>
 struct Choices<Remask> {
-  static constexpr Choice<Remask> all[] = {{"none", Remask::none}};
+  static constexpr Choice<Remask> all[] = {{"none", Remask::none}, {"edit", Remask::edit}};
 };
 template <>
 struct Choices<Cache> {
-  static constexpr Choice<Cache> all[] = {{"none", Cache::none}, {"prefix", Cache::prefix}, {"dual", Cache::dual}};
+  static constexpr Choice<Cache> all[] = {
+      {"none", Cache::none}, {"prefix", Cache::prefix}, {"dual", Cache::dual}, {"block", Cache::block}};
 };
 template <>
 struct Choices<Stop> {
   static constexpr Choice<Stop> all[] = {{"eos", Stop::eos}, {"none", Stop::none}};
+};
+template <>
+struct Choices<Store> {
+  static constexpr Choice<Store> all[] = {{"pass", Store::pass}, {"reuse", Store::reuse}};
 };
 
 // Every field of a policy in the order of dlm_policy, which this table must cover (policy.cc asserts it). From it follow the
@@ -95,7 +100,11 @@ struct Choices<Stop> {
   NUMBER(entropy_bound, double, 0.1, 0, 1e9)         \
   NUMBER(timestep_eps, double, 1e-3, 1e-9, 1)        \
   NUMBER(temperature, double, 0, 0, 0)               \
-  NUMBER(seed, uint64_t, 0, 0, UINT64_MAX)
+  NUMBER(seed, uint64_t, 0, 0, UINT64_MAX)           \
+  CHOICE(store, Store)                               \
+  NUMBER(sub_block_length, int32_t, 0, 0, 1 << 24)   \
+  NUMBER(edit_passes, int32_t, 16, 0, 1 << 24)       \
+  NUMBER(edit_threshold, double, 0.9, 0, 1)
 
 // A policy whose values and combinations were checked; dlm_runtime.h says what they mean.
 struct Policy {

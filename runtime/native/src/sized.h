@@ -28,7 +28,7 @@ struct Sized;
 template <>
 struct Sized<dlm_denoiser> {
   static constexpr char name[] = "dlm_denoiser";
-  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_denoiser, eos_count)};
+  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_denoiser, eos_count), DLM_SIZE_UP_TO(dlm_denoiser, visible_block)};
 };
 
 template <>

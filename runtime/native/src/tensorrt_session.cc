@@ -56,7 +56,7 @@ class Session {
            pass.cached, pass.rows, engine_.limits().c_str());
     key.rows = rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
     engine_.forget_errors();
-    cache_.begin(use);
+    cache_.begin(pass, use);
     fill_staging(pass, key.rows);
     launch(key);
     const auto rows = static_cast<size_t>(pass.rows), top_k = static_cast<size_t>(engine_.graph().top_k);

@@ -333,7 +333,7 @@ struct Rows {
 void test_host_contexts(Tally& tally) {
   Rows rows;
   const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
-  const auto context = engine->open_context();
+  const auto context = engine->open_context(1 << 10);
   std::vector<int64_t> positions(20);
   std::iota(positions.begin(), positions.end(), 0);
   int batch = 0;
@@ -368,7 +368,7 @@ void test_host_contexts(Tally& tally) {
   CHECK(rows.passes == 27 && rows.wrong == 0);
   CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() && engine->max_batch() == INT32_MAX);
   const auto none = dlm::make_none(rows.cache);
-  CHECK_ERROR(none->open_context()->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
+  CHECK_ERROR(none->open_context(1 << 10)->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
 // Ranges that no policy asks for: each pass over rows that the one before left, in part or whole.
@@ -384,7 +384,7 @@ void test_rows_through_random_ranges(Tally& tally) {
   for (int sequence = 0; sequence < 200; ++sequence) {
     Rows rows;
     const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
-    const auto context = engine->open_context();
+    const auto context = engine->open_context(1 << 10);
     const int length = random(2, 24);
     dlm_pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
@@ -414,7 +414,7 @@ void test_rows_through_whole_requests(Tally& tally) {
           for (const int32_t length : {7, 16}) {
             Rows rows;
             const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
-            const auto context = engine->open_context();
+            const auto context = engine->open_context(1 << 10);
             const dlm::Denoiser denoiser{4, 3, 64, 2, 0, true, rows.cache, {}};
             dlm_policy fields = dlm::default_policy();
             fields.cache = cache, fields.block_length = block_length, fields.refresh = refresh;
@@ -423,7 +423,7 @@ void test_rows_through_whole_requests(Tally& tally) {
             std::vector<uint8_t> undecided(canvas.size(), 1);
             canvas[0] = 1, undecided[0] = 0;
             std::vector<dlm::Request> requests;
-            for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, policy, canvas, undecided, 0);
+            for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
             dlm::Batch together(denoiser, policy, std::move(requests));
             dlm::Buffers buffers;
             while (!together.done()) together.step(*context, buffers);
@@ -436,7 +436,8 @@ void test_rows_through_whole_requests(Tally& tally) {
 // What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and of its positions.
 std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided, Tally& tally) {
   const dlm::Denoiser denoiser{40, 9, 64, 2, 0, false, {{1, 2, 4}}, {12}};
-  dlm::Request request(denoiser, dlm::check_policy(policy), std::move(canvas), std::move(undecided), 0);
+  const auto engine = dlm::make_none(denoiser.cache);
+  dlm::Request request(denoiser, *engine, dlm::check_policy(policy), std::move(canvas), std::move(undecided), 0);
   dlm::Buffers buffers;
   for (int pass = 0; !request.done() && pass < 20; ++pass) {
     const size_t rows = request.find_positions();

@@ -1,0 +1,359 @@
+"""Block-causal decoding: the plan of its passes, the exact cache, editing, and the native loop against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from denoisers import ArithmeticDenoiser, under_native_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import make_network
+from test_visibility import random_denoiser, seeing
+
+from dlm_export.network import reference
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.passes import Span, plan
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Canvas, start_canvas
+from dlm_runtime import CallbackPass, DenoiserInfo, Policy, RequestError, from_callback
+from dlm_runtime.policy import PRESETS, presets_for
+
+BLOCK_CAUSAL = ("sdar", "llada2", "llada2.1", "fast-dllm-v2")
+
+
+def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
+    network = make_network(layers=layers, heads=4, kv_heads=2, head_size=8, shift=shift, eos_token_ids=(7,))
+    return seeing(network, [("block", block)] * layers)
+
+
+def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
+    """A published loop on a network of this block, at thresholds that random denoisers reach; None: it does not take it."""
+    size = {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)} if name == "fast-dllm-v2" else {}
+    reached = {"threshold": 0.1, "edit_threshold": 0.08}
+    takes = not (name == "llada2.1" and shift)
+    return PRESETS[name].with_fields(reached | size | changes) if takes else None
+
+
+# ---- The plan ----
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
+    """Canvases with given tokens in front, and sometimes between; policies of every kind that block-causal networks take."""
+    block, shift = draw(st.integers(1, 6)), draw(st.integers(0, 1))
+    undecided = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=40)))
+    undecided[: draw(st.integers(0, len(undecided)))] = False
+    length = block * draw(st.integers(1, 3))
+    policy = Policy(
+        cache=draw(st.sampled_from(("none", "block"))),
+        block_length=draw(st.sampled_from((0, length))),
+        store="pass" if shift else draw(st.sampled_from(("pass", "reuse"))),
+    )
+    sizes = [size for size in range(1, length + 1) if (policy.block_length or block) % size == 0]
+    return undecided, replace(policy, sub_block_length=draw(st.sampled_from((0, *sizes)))), network_of(block, shift, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(made=plans())
+def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_grid(
+    made: tuple[np.ndarray, Policy, NetworkSpec],
+) -> None:
+    undecided, policy, network = made
+    length, n = len(undecided), network.visible_block
+    assert n is not None
+    size = policy.block_length or n
+    decided, stored = ~undecided, 0
+    for stage in plan(undecided, policy, network):
+        span = stage.span
+        assert 0 <= span.first < span.last <= length
+        assert span.first % n == 0
+        assert span.last % n == 0 or span.last == length
+        if policy.cache == "none":
+            assert span == Span(0, length, "drop")
+        elif stage.kind == "denoise":
+            assert (span.first, span.last) == (stage.start, stage.end)
+            assert span.first <= stored, "what is read is stored"
+        else:
+            assert span.first == stored, "what is stored lies behind what was"
+            assert decided[: span.last].all(), "and is finished"
+        if span.is_stored:
+            stored = span.last
+        assert stage.start % size == 0
+        assert stage.end == min(stage.start + size, length)
+        assert stage.start <= stage.first <= stage.last <= stage.end
+        decided[stage.first : stage.last] = True
+    assert decided.all()
+    stages = plan(undecided, policy, network)
+    repeated = [position for stage in stages if stage.is_repeated for position in range(stage.first, stage.last)]
+    assert len(repeated) == len(set(repeated))
+    if stages:
+        assert stages[-1].kind == "denoise", "nothing is stored that nothing reads"
+
+
+# ---- The native loop and the reference ----
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Prompts that end on a block and inside one, canvases too; every preset, and each with another rule or cache."""
+    block, shift = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.integers(0, 1))
+    name = draw(st.sampled_from(BLOCK_CAUSAL))
+    policy = preset(name, block, shift, cache=draw(st.sampled_from(("block", "none"))))
+    if policy is None:
+        policy = preset("sdar", block, shift)
+    assert policy is not None
+    changes: dict[str, Any] = {"stop": draw(st.sampled_from(("eos", "none")))}
+    if draw(st.booleans()):
+        changes |= {
+            "commit": draw(st.sampled_from(("static", "threshold", "factor", "sequential"))),
+            "steps_per_block": draw(st.integers(0, 4)),
+            "score": draw(st.sampled_from(("confidence", "margin", "random"))),
+        }
+    if draw(st.booleans()):
+        changes["block_length"] = block * draw(st.integers(1, 3))
+    if not shift and policy.cache == "block" and draw(st.booleans()):
+        changes["store"] = "reuse"
+    prompt = draw(st.lists(st.integers(8, 98), max_size=14))
+    return {
+        "network": network_of(block, shift),
+        "policy": policy.with_fields(changes),
+        "tokens": [*prompt, *draw(st.lists(st.sampled_from((9, 99)), max_size=8))],
+        "new": draw(st.integers(1, 17)),
+        "seed": draw(st.integers(0, 5)),
+    }
+
+
+def seeded(network: NetworkSpec, seed: int) -> Denoiser:
+    denoiser = random_denoiser(network)
+    torch.manual_seed(seed)
+    for parameter in denoiser.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return denoiser
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases())
+def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(case: dict[str, Any]) -> None:
+    denoiser, policy = seeded(case["network"], case["seed"]), case["policy"]
+    canvases: list[Canvas] = []
+    wanted = reference.generate(denoiser, case["tokens"], policy, case["new"], on_step=canvases.append)
+    with under_native_loop(denoiser) as bundle:
+        out = bundle.generate(tokens=case["tokens"], max_new_tokens=case["new"], **policy.as_dict())
+        events = list(bundle.stream(tokens=case["tokens"], max_new_tokens=case["new"], **policy.as_dict()))
+    assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+    assert sum(out.passes.values()) == out.nfe
+    assert [event.canvas for event in events[:-1]] == [canvas.tokens.tolist() for canvas in canvases[:-1]]
+    assert [event.undecided for event in events[:-1]] == [canvas.undecided.tolist() for canvas in canvases[:-1]]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("name", BLOCK_CAUSAL)
+@pytest.mark.parametrize("block", [2, 4, 6])
+def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
+    """Equal canvases with it and without; NFE differs by the passes that only store."""
+    policy = preset(name, block, shift)
+    if policy is None:
+        pytest.skip("a denoiser that predicts the next position is not edited")
+    for prompt_length in range(1, 2 * block + 2):
+        denoiser = seeded(network_of(block, shift), prompt_length)
+        tokens = [8 + i for i in range(prompt_length)]
+        plain = reference.generate(denoiser, tokens, policy.with_fields({"cache": "none"}), 3 * block + 1)
+        with under_native_loop(denoiser) as bundle:
+            out = bundle.generate(tokens=tokens, max_new_tokens=3 * block + 1, **policy.as_dict())
+        assert out.tokens == plain.tokens
+        # A denoiser that predicts the next position takes a pass at the end of what is finished in either case.
+        is_shared = shift and prompt_length % block == 0
+        only_store = (0 if is_shared else out.passes["prefill"]) + (0 if shift else out.passes["store"])
+        assert out.nfe - only_store == plain.nfe
+        assert out.passes["prefill"] == (prompt_length >= block)
+        assert 0 < out.passes["store"] <= 4
+
+
+def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
+    """Within 1e-4 of what a pass over the whole canvas says, for each row that a pass scores."""
+    worst = 0.0
+    for block, shift, prompt_length in [(4, 0, 8), (4, 0, 6), (6, 1, 6), (3, 1, 7)]:
+        network = network_of(block, shift)
+        denoiser, policy = seeded(network, block), preset("sdar", block, shift)
+        assert policy is not None
+        run = reference.Run(network, start_canvas(list(range(8, 8 + prompt_length)), 14, 99), policy)
+        cache: list[Any] = [None] * len(network.layers)
+        while (span := run.advance()) is not None:
+            ids = torch.from_numpy(run.tokens)[None]
+            positions = torch.arange(len(run.tokens))[None]
+            past = [read for kept in cache if (read := reference.outside(kept, span)) is not None] or None
+            own = slice(span.first, span.last)
+            hidden, presents = denoiser.hidden(ids[:, own], positions[:, own], past)
+            if span.is_stored:
+                cache = [reference.store(kept, new, span) for kept, new in zip(cache, presents, strict=True)]
+            logits = denoiser.project(hidden[0, run.rows])
+            full = denoiser.project(denoiser.hidden(ids, positions)[0][0, run.rows + span.first])
+            worst = max(worst, float((logits - full).abs().max()) if len(logits) else 0.0)
+            run.commit(logits)
+    assert worst < 1e-4
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    block=st.integers(1, 5),
+    shift=st.integers(0, 1),
+    name=st.sampled_from(BLOCK_CAUSAL),
+    prompts=st.lists(st.integers(5, 9), min_size=2, max_size=5),
+    most=st.integers(1, 4),
+)
+def test_a_batch_gives_each_request_what_it_gets_alone(
+    block: int, shift: int, name: str, prompts: list[int], most: int
+) -> None:
+    """Canvases of one length whose prompts end at different places of the grid, over torch, which sees every cached row."""
+    policy = preset(name, block, shift)
+    if policy is None:
+        return
+    denoiser, length = seeded(network_of(block, shift), block), 20
+    tokens = [[*range(8, 8 + prompt), *[99] * (length - prompt)] for prompt in prompts]
+    with under_native_loop(denoiser) as bundle:
+        alone = [bundle.generate(tokens=one, max_new_tokens=0, **policy.as_dict()) for one in tokens]
+        out = bundle.generate_batch(tokens=tokens, max_new_tokens=0, max_batch=most, **policy.as_dict())
+    assert [(one.tokens, one.nfe) for one in out] == [(one.tokens, one.nfe) for one in alone]
+    if len({prompt // block for prompt in prompts}) == 1 and most >= len(prompts):
+        assert sum(out[0].passes.values()) == max(one.nfe for one in out), "together in as many passes as the slowest takes"
+
+
+def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() -> None:
+    denoiser = seeded(network_of(4), 0)
+    policy = PRESETS["sdar"].with_fields({"store": "reuse", "threshold": 0.1, "stop": "none"})
+    with under_native_loop(denoiser) as bundle:
+        out = bundle.generate(tokens=[8] * 4, max_new_tokens=12, **policy.as_dict())
+        stored = bundle.generate(tokens=[8] * 4, max_new_tokens=12, **policy.as_dict() | {"store": "pass"})
+        both = bundle.generate_batch(tokens=[[8] * 4] * 2, max_new_tokens=12, **policy.as_dict())
+    assert (out.passes["prefill"], out.passes["store"]) == (1, 0)
+    assert (stored.passes["prefill"], stored.passes["store"]) == (1, 2)
+    assert both[0].passes["prefill"] == 2
+
+
+# ---- Published loops ----
+
+
+class Scripted:
+    """A denoiser whose prediction at a position is a function of it and of the canvas's tokens."""
+
+    def __init__(self, predict: Any, *, block: int, shift: int = 0) -> None:
+        self.passes: list[tuple[list[int], list[int]]] = []  # positions computed, rows scored
+        self.ids: dict[int, int] = {}
+
+        def run(p: CallbackPass) -> None:
+            self.passes.append((p.position_ids.tolist(), p.score_rows.tolist()))
+            self.ids |= dict(zip(p.position_ids.tolist(), p.input_ids.tolist(), strict=True))
+            for i, row in enumerate(p.score_rows):
+                token, probability = predict(int(p.position_ids[row]), self.ids)
+                p.top_tokens[i] = token, (token + 1) % 39
+                p.top_probs[i] = probability, 0.0
+
+        info = DenoiserInfo(40, 39, 64, (5,), shift=shift, has_cache=True, visible_block=block)
+        self.bundle = from_callback(info, run)
+
+
+def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
+    """Positions commit as 10, and are surely 20 once all of their block are decided; what was given stays."""
+
+    def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
+        block = [ids[i] for i in range(position // 4 * 4, position // 4 * 4 + 4)]
+        return (10, 0.5) if 39 in block else (20, 0.95 if position % 2 else 0.9)
+
+    scripted = Scripted(predict, block=4)
+    policy = PRESETS["llada2.1"].as_dict()
+    out = scripted.bundle.generate(tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy)
+    assert out.tokens == [1, 2, 3, 4, 6, 20, 10, 20, 10, 20, 10, 20], "0.9 is not above the threshold"
+    # Three and four positions one by one, then an edit that changes two and one that changes nothing, for each block.
+    assert out.passes == {"prefill": 1, "denoise": 3 + 2 + 4 + 2, "store": 1}
+    plain = scripted.bundle.generate(tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy | {"remask": "none"})
+    assert plain.tokens == [1, 2, 3, 4, 6, *[10] * 7]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 16])
+def test_an_edit_that_never_settles_stops_at_its_cap(most: int) -> None:
+    def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
+        return (10 if ids[position] == 39 else ids[position] % 20 + 10), 0.99
+
+    scripted = Scripted(predict, block=4)
+    out = scripted.bundle.generate(tokens=[1] * 4, max_new_tokens=4, **PRESETS["llada2.1"].as_dict() | {"edit_passes": most})
+    assert out.passes == {"prefill": 1, "denoise": 1 + most, "store": 0}
+    token = 10
+    for _ in range(most):
+        token = token % 20 + 10
+    assert out.tokens[4:] == [token] * 4
+
+
+def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_position_before() -> None:
+    scripted = Scripted(lambda position, ids: ((position + 1) % 39, 0.99), block=8, shift=1)
+    policy = PRESETS["fast-dllm-v2"].as_dict() | {"sub_block_length": 4}
+    out = scripted.bundle.generate(tokens=[1] * 8, max_new_tokens=12, **policy)
+    assert out.tokens == [1] * 8 + list(range(8, 20))
+    assert scripted.passes == [
+        (list(range(8)), [7]),  # stores the prompt; its last row predicts position 8
+        (list(range(8, 16)), [0, 1, 2]),  # of positions 9 to 11
+        (list(range(8, 16)), [3, 4, 5, 6]),
+        (list(range(8, 16)), [7]),  # stores the block, and predicts position 16
+        (list(range(16, 20)), [0, 1, 2]),
+    ]
+
+
+def test_a_block_that_holds_an_end_token_is_the_last() -> None:
+    scripted = Scripted(lambda position, ids: (5 if position == 6 else 10, 0.99), block=4)
+    out = scripted.bundle.generate(tokens=[1] * 4, max_new_tokens=12, **PRESETS["sdar"].as_dict())
+    assert out.tokens == [1] * 4 + [10, 10, 5, 10] + [5] * 8
+    assert out.passes == {"prefill": 1, "denoise": 1, "store": 0}
+
+
+# ---- What does not go together ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"cache": "dual"}, 'cache = "dual" is for full attention, and this .* in blocks of 4: use cache = "block"'),
+        ({"cache": "prefix"}, 'cache = "prefix" is for full attention'),
+        ({"block_length": 6}, "block_length = 6 does not suit .* give a multiple of 4, or 0 for 4; sub_block_length"),
+        ({"block_length": 2}, "block_length = 2 does not suit"),
+        ({"sub_block_length": 3}, "sub_block_length = 3 does not divide the block of 4 positions"),
+        ({"cache": "none", "store": "reuse"}, 'store = "reuse" is of cache = "block", not of "none"'),
+        ({"refresh": 4}, 'refresh = 4, but cache = "block" keeps no rows to refresh'),
+        ({"edit_threshold": 1.5}, "edit_threshold = 1.5 is outside 0..1"),
+    ],
+)
+def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    bundle = ArithmeticDenoiser(visible_block=4).bundle
+    with pytest.raises(RequestError, match=sentence):
+        bundle.generate(tokens=[1], max_new_tokens=8, **PRESETS["sdar"].as_dict() | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shift", "sentence"),
+    [
+        ({"cache": "block"}, None, 'cache = "block" is for block-causal attention, and this denoiser\'s is full: use'),
+        ({"sub_block_length": 8}, None, "sub_block_length = 8 is for block-causal attention"),
+        ({"remask": "edit", "cache": "block"}, 1, 'remask = "edit" predicts every position of a block by its own row'),
+        ({"store": "reuse", "cache": "block"}, 1, 'store = "reuse" leaves out the pass that predicts'),
+    ],
+)
+def test_policies_of_other_denoisers_are_refused(fields: dict[str, Any], shift: int | None, sentence: str) -> None:
+    bundle = ArithmeticDenoiser(shift=shift or 0, visible_block=None if shift is None else 4).bundle
+    with pytest.raises(RequestError, match=sentence):
+        bundle.generate(tokens=[1], max_new_tokens=8, **PRESETS["llada"].as_dict() | fields)
+
+
+@pytest.mark.parametrize("block", [None, 1, 4, 32, 64])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, shift: int) -> None:
+    bundle = ArithmeticDenoiser(shift=shift, visible_block=block).bundle
+    suiting = presets_for(block, shift)
+    for name, policy in PRESETS.items():
+        if name in suiting:
+            bundle.generate(tokens=[1], max_new_tokens=80, **suiting[name].as_dict())
+        else:
+            with pytest.raises(RequestError):
+                bundle.generate(tokens=[1], max_new_tokens=80, **policy.as_dict())
+    assert ("llada" in suiting) == (block != 64)
