@@ -138,6 +138,51 @@ def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
     return (a2d_qwen3_config if trunk == "Qwen3" else dream_config)(**named | changes)
 
 
+def llada2_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny LLaDA2 under the released keys: 16 experts in 4 groups, the first layer dense."""
+    return {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 40,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 600000,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "vocab_size": 160,
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "router_dtype": "fp32",
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "tie_word_embeddings": False,
+        "mask_token_id": 150,
+        "eos_token_id": 151,
+        "pad_token_id": 151,
+    } | changes
+
+
+def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``) under the released keys: Qwen3-MoE's."""
+    mixture = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    further = {"architectures": [architecture], "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False}
+    return a2d_qwen3_config(**mixture | further | changes)
+
+
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
@@ -185,6 +230,36 @@ def llada_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}mlp.expert_bias"] = (config["num_experts"],)
         if config["shared_expert_intermediate_size"]:
             shapes |= _gated_shapes(f"{layer}shared_expert.", hidden, config["shared_expert_intermediate_size"])
+    return shapes
+
+
+def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Released tensor names and shapes, ``[out, in]``."""
+    hidden, vocab, size = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.word_embeddings.weight": (vocab, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        shapes[f"{layer}attention.query_key_value.weight"] = ((heads + 2 * kv_heads) * size, hidden)
+        shapes[f"{layer}attention.dense.weight"] = (hidden, heads * size)
+        shapes[f"{layer}attention.query_layernorm.weight"] = shapes[f"{layer}attention.key_layernorm.weight"] = (size,)
+        shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        if i < config["first_k_dense_replace"]:
+            shapes |= _gated_shapes(f"{layer}mlp.", hidden, config["intermediate_size"])
+            continue
+        shapes = _with_experts(shapes, layer, hidden, config["num_experts"], config["moe_intermediate_size"])
+        shapes[f"{layer}mlp.gate.expert_bias"] = (config["num_experts"],)
+        shapes |= _gated_shapes(f"{layer}mlp.shared_experts.", hidden, config["moe_intermediate_size"])
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Released tensor names and shapes, ``[out, in]``: Qwen3-MoE's."""
+    shapes = a2d_qwen3_shapes(config)
+    for i in range(config["num_hidden_layers"]):
+        if i not in config["mlp_only_layers"]:
+            sizes = config["hidden_size"], config["num_experts"], config["moe_intermediate_size"]
+            shapes = _with_experts(shapes, f"model.layers.{i}.", *sizes)
     return shapes
 
 
@@ -243,6 +318,9 @@ SHAPES = {
     "A2DQwen3LMHeadModel": a2d_qwen3_shapes,
     "A2DLlamaLMHeadModel": functools.partial(_qwen_shapes, bias=False),
     "LLaDAMoEModelLM": llada_moe_shapes,
+    "LLaDA2MoeModelLM": llada2_shapes,
+    "RND1LM": qwen3_moe_shapes,
+    "SDARMoeForCausalLM": qwen3_moe_shapes,
 }
 
 
@@ -253,7 +331,7 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
         return (1 + 0.1 * noise).to(dtype)
     if name.endswith("bias"):
         return (0.1 * noise).to(dtype)
-    is_table = name.endswith(("wte.weight", "embed_tokens.weight"))
+    is_table = name.endswith(("wte.weight", "embed_tokens.weight", "word_embeddings.weight"))
     is_head = name in ("model.transformer.ff_out.weight", "lm_head.weight")
     return (noise * (1.0 if is_table else (3.0 if is_head else 1.0) / math.sqrt(shape[-1]))).to(dtype)
 

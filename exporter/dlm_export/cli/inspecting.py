@@ -74,7 +74,9 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
         return
     dtypes = ", ".join(sorted({info.dtype for info in opened.tensors.values()}))
     click.echo(f"{path}: {network.family} ({families.FAMILIES[network.family].description})")
-    click.echo(f"{network.parameter_count():,} parameters in {len(opened.tensors)} tensors of {dtypes}")
+    active = network.active_parameter_count()
+    met = "" if active == network.parameter_count() else f", {active:,} of which a token meets,"
+    click.echo(f"{network.parameter_count():,} parameters{met} in {len(opened.tensors)} tensors of {dtypes}")
     if opened.quantisation is not None:
         click.echo(f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales")
     for note in weights.notes:
@@ -132,8 +134,12 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
     if isinstance(mlp, MlpSpec):
         inside = f"{mlp.size}, {mlp.activation}"
     else:
+        r = mlp.router
         inside = f"{mlp.active} of {mlp.count} experts of {mlp.size}, {mlp.activation}"
         inside += f", one of {mlp.shared_size} for all" * (mlp.shared_size > 0)
+        inside += f"; by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (r.groups > 1)
+        inside += "" if r.bias is None else f" and a bias of the {r.bias}"
+        inside += ", renormalised" * r.renormalise + f", times {r.scale:g}" * (r.scale != 1)
     return attention, positions, inside, f"{', '.join(layer.norms)}; eps {layer.norm_eps:g}"
 
 

@@ -10,14 +10,17 @@ import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
-from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada_moe, sdar
+from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada2, llada_moe, rnd1, sdar
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.weights import Weights, layered, load
 from dlm_export.network.spec import NetworkSpec, rotary_table
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (llada.FAMILY, llada_moe.FAMILY, dream.FAMILY, *a2d.FAMILIES, sdar.FAMILY, fast_dllm_v2.FAMILY)
+    for family in (
+        *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
+        *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
+    )
 }
 
 

@@ -6,10 +6,12 @@ scores and so to weights. Config keys and tensor names are those of the released
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
-from dlm_export.families.base import Family, Layout, Overrides
+from dlm_export.families.base import Family, Overrides
 from dlm_export.families.reading import read_rope, special_tokens
-from dlm_export.families.trunks import TRUNK
+from dlm_export.families.trunks import MIXTURE
 from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
 
 
@@ -72,21 +74,14 @@ def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
     return [experts if has_experts else MlpSpec(dense_size) for has_experts in frequency]
 
 
-LAYOUT = Layout(
-    embed=TRUNK.embed,
-    layer=TRUNK.layer,
-    names=TRUNK.names
+LAYOUT = replace(
+    MIXTURE,
+    names=MIXTURE.names
     | {
-        "mlp.router": "mlp.gate",
         "mlp.router.bias": "mlp.expert_bias",
-        "mlp.experts.gate": "mlp.experts.{e}.gate_proj",
-        "mlp.experts.up": "mlp.experts.{e}.up_proj",
-        "mlp.experts.down": "mlp.experts.{e}.down_proj",
         "mlp.shared.gate": "shared_expert.gate_proj",
         "mlp.shared.up": "shared_expert.up_proj",
         "mlp.shared.down": "shared_expert.down_proj",
     },
-    final_norm=TRUNK.final_norm,
-    head=TRUNK.head,
 )
 FAMILY = Family("llada-moe", ("LLaDAMoEModelLM",), "LLaDA-MoE 7B-A1B", "llada", read_network, LAYOUT.origins)

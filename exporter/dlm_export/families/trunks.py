@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import reprlib
+from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Layout, Overrides
 from dlm_export.families.reading import read_rope, special_tokens
-from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec
+from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
 
 TRUNK = Layout(
     embed="model.embed_tokens",
@@ -29,6 +30,17 @@ TRUNK = Layout(
     head="lm_head",
 )
 """Tensor names of transformers' Llama, Qwen2 and Qwen3."""
+
+EXPERT_NAMES = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{e}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{e}.up_proj",
+    "mlp.experts.down": "mlp.experts.{e}.down_proj",
+}
+"""What most releases call a router and its experts."""
+
+MIXTURE = replace(TRUNK, names=TRUNK.names | EXPERT_NAMES)
+"""Tensor names of transformers' Qwen3-MoE."""
 
 
 def trunk_network(
@@ -72,6 +84,26 @@ def trunk_network(
         eos_token_ids=tokens.eos,
         pad_token_id=tokens.pad,
     )
+
+
+def mixture_network(
+    checkpoint: Checkpoint, overrides: Overrides, family: str, *, block_length: int | None = None, shift: int = 0
+) -> NetworkSpec:
+    """The network of a config.json under the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("attention_bias", False)
+    for of_training in ("router_aux_loss_coef", "output_router_logits"):
+        config.get(of_training)
+    network = trunk_network(checkpoint, overrides, family, qkv_bias=False, qk_norm=True, block_length=block_length, shift=shift)
+    count = config.integer("num_experts", low=2, high=1 << 16)
+    active = config.integer("num_experts_per_tok", high=count)
+    router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # false is the class's default
+    experts = ExpertsSpec(count, active, config.integer("moe_intermediate_size"), router=router)
+    step, dense = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"{config.path}: mlp_only_layers must be a list of layers, found {reprlib.repr(dense)}")
+    layers = (layer if i in dense or (i + 1) % step else replace(layer, mlp=experts) for i, layer in enumerate(network.layers))
+    return replace(network, layers=tuple(layers))
 
 
 def _attention(config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: int | None) -> AttentionSpec:

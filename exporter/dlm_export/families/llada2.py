@@ -1,0 +1,132 @@
+"""LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): Bailing-MoE's layer, seen by blocks of 32 tokens, no shift.
+
+Queries, keys and values are one matrix, the heads of each behind those of the other; they are normed, then half of each head
+turns. Experts are chosen by sigmoid scores with a bias, among the best groups of them, and weighed without it. Config keys and
+tensor names are those of the released ``LLaDA2MoeModelLM``.
+"""
+
+from __future__ import annotations
+
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
+from dlm_export.families.reading import read_rope, special_tokens
+from dlm_export.families.trunks import EXPERT_NAMES
+from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
+
+BLOCK_LENGTH = 32  # that all releases were trained by; their config.json does not say it
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """The network of a released LLaDA2 config.json. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("hidden_act", "silu")
+    config.require("use_qkv_bias", False)
+    config.require("use_bias", False)
+    config.require("use_sliding_window", False)
+    config.require("score_function", "sigmoid")
+    config.require("norm_topk_prob", True)
+    config.require("router_dtype", "fp32")
+    for without_effect in ("sliding_window", "use_qk_norm", "output_router_logits", "router_aux_loss_coef"):
+        config.get(without_effect)
+    heads = config.integer("num_attention_heads", high=4096)
+    kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
+    if heads % kv_heads:
+        raise CheckpointError(f"{config.path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    hidden_size = config.integer("hidden_size")
+    attention = AttentionSpec(
+        heads,
+        kv_heads,
+        config.integer("head_dim", default=max(1, hidden_size // heads), high=4096),
+        read_rope(config),
+        qk_norm=_has(checkpoint, "attention.query_layernorm.weight"),
+        visibility="block",
+        block_length=overrides.attention_block or config.integer("block_length", default=BLOCK_LENGTH),
+    )
+    norm_eps = config.number("rms_norm_eps")
+    layers = config.integer("num_hidden_layers", high=1024)
+    dense = config.integer("first_k_dense_replace", default=0, low=0, high=layers)
+    experts = _experts(config, has_bias=_has(checkpoint, "mlp.gate.expert_bias"))
+    mlps: list[MlpSpec | ExpertsSpec] = [experts] * layers
+    mlps[:dense] = [MlpSpec(config.integer("intermediate_size"))] * dense
+    vocab_size = config.integer("vocab_size")
+    tokens = special_tokens(checkpoint, vocab_size, overrides)
+    return NetworkSpec(
+        family="llada2",
+        architecture="LLaDA2MoeModelLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=tuple(LayerSpec(attention, mlp, norm_eps) for mlp in mlps),
+        norm_eps=norm_eps,
+        tied_head=config.flag("tie_word_embeddings"),
+        max_canvas_length=overrides.max_canvas_length or config.integer("max_position_embeddings"),
+        shift=0,
+        mask_token_id=tokens.mask,
+        eos_token_ids=tokens.eos,
+        pad_token_id=tokens.pad,
+    )
+
+
+def _has(checkpoint: Checkpoint, tensor: str) -> bool:
+    """Whether a layer has a tensor of this name: config.json says of neither."""
+    return any(name.startswith("model.layers.") and name.endswith(f".{tensor}") for name in checkpoint.tensors)
+
+
+def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
+    config.get("moe_router_enable_expert_bias")  # the tensor says it
+    count = config.integer("num_experts", low=2, high=1 << 16)
+    active = config.integer("num_experts_per_tok", high=count)
+    groups = config.integer("n_group", default=1, high=count)
+    kept = config.integer("topk_group", default=groups, high=groups)
+    if count % groups or (groups > 1 and count == groups) or active > count // groups * kept:
+        raise CheckpointError(
+            f"{config.path}: num_experts {count} in n_group {groups}, of which topk_group {kept} count, do not give each token "
+            f"num_experts_per_tok {active}"
+        )
+    size = config.integer("moe_intermediate_size")
+    shared = config.integer("num_shared_experts", default=0, low=0, high=1 << 10)
+    shared_size = config.integer("moe_shared_expert_intermediate_size", default=size * shared, low=0)
+    scale = config.number("routed_scaling_factor", 1.0)
+    router = RouterSpec("sigmoid", "choice" if has_bias else None, scale=scale, groups=groups, active_groups=kept)
+    return ExpertsSpec(count, active, size, shared_size, router=router)
+
+
+LAYOUT = Layout(
+    embed="model.word_embeddings",
+    layer="model.layers.{i}.",
+    names=EXPERT_NAMES
+    | {
+        "attention_norm": "input_layernorm",
+        "attention.q": "attention.query_key_value",
+        "attention.k": "attention.query_key_value",
+        "attention.v": "attention.query_key_value",
+        "attention.out": "attention.dense",
+        "attention.q_norm": "attention.query_layernorm",
+        "attention.k_norm": "attention.key_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+        "mlp.router.bias": "mlp.gate.expert_bias",
+        "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+        "mlp.shared.up": "mlp.shared_experts.up_proj",
+        "mlp.shared.down": "mlp.shared_experts.down_proj",
+    },
+    final_norm="model.norm",
+    head="lm_head",
+)
+
+
+def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+    """Denoiser parameter -> released tensors; queries, keys and values are rows of one, in this order."""
+    found = LAYOUT.origins(network, checkpoint)
+    for i, layer in enumerate(network.layers):
+        a, first = layer.attention, 0
+        for role, heads in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)):
+            last = first + heads * a.head_size
+            fused = f"model.layers.{i}.attention.query_key_value.weight"
+            found[f"blocks.{i}.attention.{role}.weight"] = Origin((Piece(fused, (first, last)),), transpose=True)
+            first = last
+    return found
+
+
+FAMILY = Family("llada2", ("LLaDA2MoeModelLM",), "LLaDA2.0 and 2.1, mini and flash", "llada2", read_network, origins)

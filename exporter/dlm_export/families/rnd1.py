@@ -1,0 +1,16 @@
+"""RND1 30B-A3B: Qwen3-MoE's layer and names, full attention, shift 1. Its weights are Qwen3-MoE's, trained on to denoise."""
+
+from __future__ import annotations
+
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Family, Overrides
+from dlm_export.families.trunks import MIXTURE, mixture_network
+from dlm_export.network.spec import NetworkSpec
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """The network of a released RND1 config.json. Raises CheckpointError."""
+    return mixture_network(checkpoint, overrides, "rnd1", shift=1)
+
+
+FAMILY = Family("rnd1", ("RND1LM",), "RND1 30B-A3B", "dream", read_network, MIXTURE.origins)
