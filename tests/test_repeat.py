@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from networks import make_network
 from traces import trace_once
 
-from dlm_export.graph import LAYER_KEY, repeat
+from dlm_export.graph import LAYER_KEY, definitions, repeat
 from dlm_export.graph.trace import Graph, trace_pass
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 
@@ -119,3 +120,12 @@ def test_a_layer_that_reads_anothers_parameters_is_refused() -> None:
     norm.replace_input_with(1, graph.initializers["blocks.0.mlp_norm.weight"])
     with pytest.raises(AssertionError, match=r"layer 1 reads blocks\.0\.mlp_norm\.weight"):
         repeat.repeat(graph, [0, 1])
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
+    is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = described(trace_once(MIXED, "bf16", is_plain=is_plain).model.graph)
+    monkeypatch.setattr(definitions, "few", contextlib.nullcontext)
+    assert described(trace_pass(MIXED, "bf16", is_plain=is_plain).model.graph) == few

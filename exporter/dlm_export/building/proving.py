@@ -138,7 +138,7 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
-    effort = options.effort.lasting(sum(stages.seconds.values()))
+    effort = options.effort.beside(sum(stages.seconds.values()))
     policy, seed = source.presets[job.preset], options.calibration.seed
     judging = calibration.data.judging[: effort.most]
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:

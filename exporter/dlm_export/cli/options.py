@@ -139,7 +139,7 @@ QUANTISE_OPTIONS = (
         type=click.Choice(["default", "full", "none"]),
         default="default",
         show_default=True,
-        help="Effort: about as long as the rest of the build; all there is, for releases; parity only.",
+        help="Effort: about half as long as the rest of the build; all there is, for releases; parity only.",
     ),
     click.option("--calib", type=FILE, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
     *_SAMPLE_OPTIONS,

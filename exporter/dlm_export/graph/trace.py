@@ -22,7 +22,7 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K, experts, functions, repeat
+from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K, definitions, experts, functions, repeat
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import RoutedMLPs
@@ -158,7 +158,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False, 
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
     # The exporter reports on itself through warnings and logging (torchvision is absent, and so on): nothing for a user.
-    with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad():
+    with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module,

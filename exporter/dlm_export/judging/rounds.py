@@ -11,7 +11,7 @@ from dlm_export.judging.evidence import Evidence
 from dlm_export.judging.judge import Budgets, Judgement
 
 MOST_JUDGED = 32  # samples, unless more are asked for
-LEAST_SECONDS = 5.0  # that judging may take, however quick the rest of a build is
+LEAST_SECONDS = 4.0  # that judging may take, however quick the rest of a build is
 PILOT_SAMPLES = 4  # judged before it is known what a sample costs
 LARGE_PILOT = 1  # of a denoiser whose passes take seconds
 
@@ -46,6 +46,10 @@ class Effort:
     def lasting(self, seconds: float) -> Effort:
         """This effort, with ``seconds`` to be worth; never less than ``LEAST_SECONDS``."""
         return replace(self, seconds=max(LEAST_SECONDS, seconds))
+
+    def beside(self, seconds: float) -> Effort:
+        """This effort in a build whose other stages took ``seconds``: worth half of them."""
+        return self.lasting(seconds / 2)
 
 
 def judge_in_rounds(

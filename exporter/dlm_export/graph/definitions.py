@@ -1,0 +1,50 @@
+"""The definitions of torch's operators in ONNX's that a denoiser's trace needs, and no others.
+
+For every trace torch.onnx parses the Python source of some 500 of them, which takes a fifth of the time; a denoiser is made of
+a few dozen. A new operator in ``network.denoiser`` that has a definition belongs on the list: without it torch takes the
+operator apart, or refuses it by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Generator, Iterator
+
+from onnxscript.function_libs.torch_lib import registration
+
+OPERATORS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_to_copy", "_unsafe_view", "add.Tensor", "amax", "cat", "clone", "embedding", "expand", "full", "gather"),
+        *("gt.Tensor", "log", "matmul", "mean.dim", "mul.Tensor", "permute", "pow.Tensor_Scalar", "remainder.Scalar"),
+        *("rsqrt", "scalar_tensor", "scaled_dot_product_attention", "select.int", "silu", "slice.Tensor", "softmax.int"),
+        *("sub.Tensor", "sum.dim_IntList", "sym_size.int", "topk", "transpose.int", "unsqueeze", "view"),
+    )
+)
+
+
+class _Chosen(registration.Registry):
+    """What torch.onnx asks a registry for, of those in another one."""
+
+    def __init__(self, whole: registration.Registry) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._whole = whole
+
+    def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
+        """Name and definition of each that is needed, and of all that are no operators of torch."""
+        for name, found in self._whole.items():
+            if not name.startswith("aten::") or name in OPERATORS:
+                yield name, found
+
+
+@contextlib.contextmanager
+def few() -> Iterator[None]:
+    """While open, torch.onnx sees these definitions alone."""
+    importlib.import_module("onnxscript.function_libs.torch_lib.ops")  # they register where the registry lies
+    whole = registration.default_registry
+    registration.default_registry = _Chosen(whole)
+    try:
+        yield
+    finally:
+        registration.default_registry = whole
