@@ -1,4 +1,4 @@
-"""The demo denoiser on disk, in the layout of a released LLaDA: ``config.json`` and ``model.safetensors`` (bf16)."""
+"""The demos on disk, in the layouts of a released LLaDA and SDAR: ``config.json`` and ``model.safetensors`` (bf16)."""
 
 from __future__ import annotations
 
@@ -13,46 +13,81 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families import llada
 from dlm_export.families.base import Overrides
+from dlm_export.families.trunks import TRUNK
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 
 
-def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors``; each appears whole or not at all."""
-    c, layer = network, network.layers[0]
-    attention, rope = layer.attention, layer.attention.rope
-    assert rope is not None
-    config = {
-        "architectures": [c.architecture],
-        "model_type": c.family,
+def llada_config(c: NetworkSpec) -> dict[str, object]:
+    """What a released LLaDA's ``config.json`` says."""
+    layer = c.layers[0]
+    assert layer.attention.rope is not None
+    return {
         "activation_type": "silu",
         "block_type": "llama",
         "d_model": c.hidden_size,
         "embedding_size": c.vocab_size,
         "eos_token_id": c.eos_token_ids[0],
         "include_bias": False,
-        "include_qkv_bias": attention.qkv_bias,
+        "include_qkv_bias": layer.attention.qkv_bias,
         "layer_norm_type": "rms",
         "mask_token_id": c.mask_token_id,
         "max_sequence_length": c.max_canvas_length,
         "mlp_hidden_size": layer.mlp.size,
-        "n_heads": attention.heads,
-        "n_kv_heads": attention.kv_heads,
+        "n_heads": layer.attention.heads,
+        "n_kv_heads": layer.attention.kv_heads,
         "n_layers": len(c.layers),
         "pad_token_id": c.pad_token_id,
         "rms_norm_eps": c.norm_eps,
         "rope": True,
-        "rope_theta": rope.theta,
+        "rope_theta": layer.attention.rope.theta,
         "torch_dtype": "bfloat16",
         "vocab_size": c.vocab_size,
         "weight_tying": c.tied_head,
     }
+
+
+def sdar_config(c: NetworkSpec) -> dict[str, object]:
+    """What a released SDAR's ``config.json`` says."""
+    layer = c.layers[0]
+    assert layer.attention.rope is not None
+    return {
+        "attention_bias": layer.attention.qkv_bias,
+        "block_size": layer.attention.block_length,
+        "eos_token_id": c.eos_token_ids[0],
+        "head_dim": layer.attention.head_size,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": layer.mlp.size,
+        "mask_token_id": c.mask_token_id,
+        "max_position_embeddings": c.max_canvas_length,
+        "num_attention_heads": layer.attention.heads,
+        "num_hidden_layers": len(c.layers),
+        "num_key_value_heads": layer.attention.kv_heads,
+        "pad_token_id": c.pad_token_id,
+        "rms_norm_eps": c.norm_eps,
+        "rope_scaling": None,
+        "rope_theta": layer.attention.rope.theta,
+        "tie_word_embeddings": c.tied_head,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": c.vocab_size,
+    }
+
+
+LAYOUTS = {"llada": (llada.LAYOUT, llada_config), "sdar": (TRUNK, sdar_config)}
+
+
+def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` in the family's layout; each appears whole or not at all."""
+    layout, config_of = LAYOUTS[network.family]
+    config = {"architectures": [network.architecture], "model_type": network.family} | config_of(network)
     tensors = {}
-    for name, source in llada.LAYOUT.sources(c).items():
+    for name, origin in layout.origins(network).items():
         parameter = parameters[name].detach()
         # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
-        assert source.whole is not None
-        tensors[source.whole] = (parameter.T if source.transpose else parameter).to(torch.bfloat16).contiguous()
+        assert origin.whole is not None
+        tensors[origin.whole] = (parameter.T if origin.transpose else parameter).to(torch.bfloat16).contiguous()
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)

@@ -21,7 +21,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,9 +267,12 @@ KINDS: dict[str, Sampler] = {
     "points": _list(_open(_thing(words.POINTS), article=0.4)),
     "rounds": _number(2, 12),
     "query": _open(_query),
+    "appliance": _closed(*words.APPLIANCES),
+    "entry": _closed(*(f"{which} {what}" for which in words.WHICH for what in words.ENTRIES)),
+    "shop": _open(lambda rng: _word(rng, words.SHOPS)),
 }
 OPEN_KINDS = frozenset(
-    ("label", "task", "items", "music", "place", "stops", "contact", "message", "object", "surface", "points", "query")
+    ("label", "task", "items", "music", "place", "stops", "contact", "message", "object", "surface", "points", "query", "shop")
 )
 
 
@@ -669,28 +672,57 @@ def _say(literal: str, rng: random.Random) -> str:
     return re.sub(r"(?<= )(?=\w)", lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "", literal)
 
 
-def make_example(function: Function, template: str, rng: random.Random, side: Side) -> Example:
-    """Fill one template; ``side`` says where open values come from."""
+def fill(template: str, rng: random.Random, sample: Callable[[str], tuple[str, Any]]) -> tuple[str, dict[str, Any], list[str]]:
+    """Decide a template's parts and fill its slots by ``sample``, which gets a slot's kind.
+
+    Returns the words, the value of every argument, and the open values among them, lists taken apart.
+    """
     text, arguments, values = "", {}, []
     resolved, end = _resolve(template, rng), 0
     for match in _SLOT.finditer(resolved):
         kind = match[2] or match[1]
-        spoken, value = KINDS[kind](rng, side)
+        spoken, value = sample(kind)
         text += _say(resolved[end : match.start()], rng) + spoken
         arguments[match[1]] = value
         if kind in OPEN_KINDS:
             values += value if isinstance(value, list) else [value]
         end = match.end()
-    text += _say(resolved[end:], rng)
-    if side is Side.TRAINING and not has_carrier_held_out(function) and IMPERATIVE.match(text) and rng.random() < CARRIER_SHARE:
-        text = f"i {rng.choice(('need', 'want', 'have'))} to {text}"
+    return text + _say(resolved[end:], rng), arguments, values
+
+
+def with_carrier(text: str, function: Function, rng: random.Random) -> str:
+    """Now and then ``i need to`` before a training command that begins with a verb, where no held-out template says so."""
+    if not has_carrier_held_out(function) and IMPERATIVE.match(text) and rng.random() < CARRIER_SHARE:
+        return f"i {rng.choice(('need', 'want', 'have'))} to {text}"
+    return text
+
+
+def with_manners(text: str, rng: random.Random) -> str:
+    """Sometimes an opening before a command, sometimes a closing behind it."""
     if rng.random() < 0.35:
         text = f"{rng.choice(words.OPENINGS)}{rng.choice((',', '', ''))} {text}"
     if rng.random() < 0.2:
         text = f"{text}{rng.choice((',', '', ''))} {rng.choice(words.CLOSINGS)}"
-    call = {"name": function.name, "arguments": {key: arguments[key] for key in function.arguments if key in arguments}}
-    completion = json.dumps(call, separators=(",", ":"))
-    return Example(text, completion, function.name, template, tuple(values))
+    return text
+
+
+def call_of(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The call of a function, its arguments in the order that it declares."""
+    return {"name": function.name, "arguments": {key: arguments[key] for key in function.arguments if key in arguments}}
+
+
+def compact(value: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def make_example(function: Function, template: str, rng: random.Random, side: Side) -> Example:
+    """Fill one template; ``side`` says where open values come from."""
+    text, arguments, values = fill(template, rng, lambda kind: KINDS[kind](rng, side))
+    if side is Side.TRAINING:
+        text = with_carrier(text, function, rng)
+    text = with_manners(text, rng)
+    return Example(text, compact(call_of(function, arguments)), function.name, template, tuple(values))
 
 
 def training_examples(seed: int) -> Iterator[Example]:
@@ -721,6 +753,13 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
     return examples
 
 
+def write_lines(path: Path, drawn: Iterable[tuple[str, str, str]]) -> None:
+    """Write commands, what they ask for and what is unseen in them, one JSON object a line."""
+    keys = ("prompt", "completion", "unseen")
+    path.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in drawn))
+    click.echo(f"{path} {path.stat().st_size} bytes")
+
+
 @click.command()
 @click.option("--split", type=click.Choice(["training", "heldout"]), required=True, help="Which side to draw from.")
 @click.option("--count", type=click.IntRange(1), default=500, show_default=True, help="Commands to write.")
@@ -735,11 +774,7 @@ def main(split: str, count: int, seed: int, out: Path) -> None:
         drawn = held_out_examples(seed, count)
     else:
         drawn = [("none", example) for example, _ in zip(training_examples(seed), range(count), strict=False)]
-    lines = [
-        json.dumps({"prompt": example.prompt, "completion": example.completion, "unseen": unseen}) for unseen, example in drawn
-    ]
-    out.write_text("\n".join(lines) + "\n")
-    click.echo(f"{out} {out.stat().st_size} bytes")
+    write_lines(out, [(example.prompt, example.completion, unseen) for unseen, example in drawn])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ rest. What differs, and why:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +29,7 @@ from tokenizer import EOS, MASK, SPACE, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from training import Training
 
 from dlm_export.network.denoiser import Attention, Denoiser
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
@@ -191,16 +192,17 @@ def hide(response: Tensor, is_easy: Tensor, eos: int, generator: torch.Generator
     return is_hidden, is_scored
 
 
-def learning_rate(progress: float, step: int) -> float:
-    """Share of the peak rate: 50 steps up, level until ``progress`` 0.4, then a straight line down to zero at 1."""
-    return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
+def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
+    """Which tokens are eos or hold a quote, and so JSON syntax: bool ``[V]``."""
+    eos = network.eos_token_ids[0]
+    return torch.tensor([index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)])
 
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
 @click.option("--init", type=click.Path(path_type=Path), help="Go on from this checkpoint and its tokenizer.")
 @click.option("--steps", type=click.IntRange(1), default=8000, show_default=True, help="Optimiser steps.")
-@click.option("--minutes", type=float, default=None, help="Wall-clock budget; ends the decay early.  [default: none]")
+@click.option("--minutes", type=float, default=None, help="Budget of processor time; ends the decay early.  [default: none]")
 @click.option("--rate", type=float, default=0.005, show_default=True, help="Peak learning rate of the matrices.")
 @click.option("--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights.")
@@ -235,56 +237,28 @@ def main(
     save_tokenizer(tokenizer, out)
     network = describe(tokenizer)
     mask_token_id, eos = network.mask_token_id, network.eos_token_ids[0]
-    is_easy_token = torch.tensor([index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)])
+    is_easy = easy_tokens(network, tokenizer)
 
     if init is None:
         denoiser = Denoiser(network)
         initialise(denoiser, tokenizer)
     else:
         denoiser = load_checkpoint(init).requires_grad_(True)
-    averaged = {name: parameter.detach().clone() for name, parameter in denoiser.named_parameters()}
-    matrices = [p for n, p in denoiser.named_parameters() if n.startswith("blocks.") and p.ndim == 2]
-    others = [p for n, p in denoiser.named_parameters() if not (n.startswith("blocks.") and p.ndim == 2)]
-    optimisers: list[tuple[torch.optim.Optimizer, float]] = [
-        (torch.optim.Muon(matrices, lr=rate, weight_decay=0.02), rate),
-        (torch.optim.AdamW(others, lr=0.4 * rate, betas=(0.9, 0.98), weight_decay=0.0), 0.4 * rate),
-    ]
+    training = Training(denoiser, rate)
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.compile(denoiser.hidden, dynamic=True)
 
-    began = saved = time.monotonic()
-    recent: list[float] = []
-    for step, (prompt, response) in enumerate(batches(tokenizer, seed, rows)):
-        elapsed = (time.monotonic() - began) / 60
-        progress = max(step / steps, elapsed / minutes if minutes else 0.0)
-        if progress >= 1:
-            break
-        is_hidden, is_scored = hide(response, is_easy_token[response], eos, generator)
+    def loss_of(prompt: Tensor, response: Tensor) -> Tensor:
+        is_hidden, is_scored = hide(response, is_easy[response], eos, generator)
         canvas = torch.cat((prompt, response.masked_fill(is_hidden, mask_token_id)), 1)
         positions = torch.arange(canvas.shape[1]).expand_as(canvas)
         # The fused attention kernel's backward is four times slower than plain matmuls on sequences this short.
-        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH):
             features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
-            logits = denoiser.project(features[is_scored])
-        loss = F.cross_entropy(logits.float(), response[is_scored])
-        loss.backward()
-        for optimiser, peak in optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = peak * learning_rate(progress, step)
-            optimiser.step()
-            optimiser.zero_grad()
-        with torch.no_grad():
-            pace = 1 - min(0.995, (step + 1) / (step + 20))
-            torch._foreach_lerp_(list(averaged.values()), [p.detach() for p in denoiser.parameters()], pace)
-        recent.append(loss.item())
-        if step % 50 == 49:
-            minute = (time.monotonic() - began) / 60
-            click.echo(f"minute {minute:.1f} step {step + 1} loss {sum(recent) / len(recent):.4f}", err=True)
-            recent.clear()
-        if time.monotonic() - saved > 60 * save_minutes:
-            save_checkpoint(out, network, averaged)
-            saved = time.monotonic()
-    save_checkpoint(out, network, averaged)
+        return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])
+
+    losses = (functools.partial(loss_of, *batch) for batch in batches(tokenizer, seed, rows))
+    training.run(losses, steps, minutes, save_minutes, lambda: save_checkpoint(out, network, training.averaged))
     for path in sorted(out.iterdir()):
         click.echo(f"{path} {path.stat().st_size} bytes")
 

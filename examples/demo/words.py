@@ -24,6 +24,16 @@ LISTS = _words("shopping,packing,grocery,party,to do,camping,gift,hardware")
 SEATS = _words("driver,passenger,rear left,rear right")
 DIRECTIONS = _words("forward,backward,left,right")
 
+APPLIANCES = _words(
+    "coffee,kettle,oven,dishwasher,washing machine,dryer,toaster,rice cooker,air purifier,sprinkler,pool pump,humidifier"
+)
+SHOPS = _words(
+    "pharmacy,bakery,florist,supermarket,bookshop,hardware store,barber,cafe,pizzeria,cash machine,petrol station,car park,"
+    "bike shop,vet,cinema,playground,tailor,fish market,launderette,tea house,charging point,ice cream parlour"
+)
+WHICH = _words("first,second,next,last")
+ENTRIES = _words("meeting,appointment,call,lesson")
+
 NAMES = _words(
     "anna,ben,carla,david,elena,frank,grace,henry,irene,jonas,katja,leo,maria,nils,olga,peter,quentin,rosa,samir,tara,"
     "ulrich,vera,walter,xenia,yusuf,zoe,alice,boris,clara,dmitri,emma,felix,gita,hugo,ines,jamal,kira,lukas,mina,noah,"

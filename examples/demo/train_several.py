@@ -1,0 +1,253 @@
+"""Train the second demo: block diffusion in SDAR's layout, on several requests in one breath.
+
+The objective is block diffusion's (BD3-LM, arXiv:2503.09573): a row holds the clean canvas and a noised copy of the blocks
+that hold the answer; a noised block sees itself and the clean blocks before it, so that one pass trains every block. What
+differs from the first demo's training, where not by that:
+
+- It starts from the first demo's weights, which know most functions and how to copy. Query and key norms start at the sizes
+  that the first demo's heads have; two layers are put between, which start as the identity.
+- Every block draws its own noise; two blocks in five are wholly hidden, as decoding finds each of them.
+- Commands of few calls come first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from checkpoint import load_checkpoint, save_checkpoint
+from several import Request, held_out_requests, training_requests
+from tokenizer import save_tokenizer
+from tokenizers import Tokenizer
+from torch import Tensor
+from train import easy_tokens
+from training import Training
+
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
+
+BLOCK_LENGTH = 16
+NEW_LAYERS = (3, 6)
+"""Where layers are put between those of the first demo, counted in the second."""
+
+
+def describe(first: NetworkSpec) -> NetworkSpec:
+    """The second demo's shape: the first one's with q/k norms, block-causal, and two layers more."""
+    layer = first.layers[0]
+    attention = replace(layer.attention, qk_norm=True, visibility="block", block_length=BLOCK_LENGTH)
+    layers = (replace(layer, attention=attention),) * (len(first.layers) + len(NEW_LAYERS))
+    return replace(first, family="sdar", architecture="SDARForCausalLM", layers=layers)
+
+
+@torch.no_grad()
+def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
+    """Weights from the first demo; ``canvases`` ``[B, L]`` say how long its queries and keys are."""
+    old = iter(range(len(first.blocks)))
+    origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
+    given = dict(first.named_parameters())
+    for name, parameter in denoiser.named_parameters():
+        part = name.split(".")
+        if part[0] == "blocks":
+            source = origin[int(part[1])]
+            name = ".".join(("blocks", str(source), *part[2:]))
+        if name in given:
+            parameter.copy_(given[name])
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+            parameter.zero_()
+        else:
+            parameter.normal_(std=parameter.shape[0] ** -0.5)
+    # A norm forgets how long a query is; its weight says so again, for all heads of a layer together.
+    hooks = []
+    for new, source in origin.items():
+        if source is None:
+            continue
+        ours, theirs = denoiser.blocks[new].attention, first.blocks[source].attention
+        for norm, linear in ((ours.q_norm, theirs.q), (ours.k_norm, theirs.k)):
+
+            def note(module: object, inputs: object, output: Tensor, norm: torch.nn.Module = norm) -> None:
+                norm.weight.fill_(output.square().mean().sqrt().item())
+
+            hooks.append(linear.register_forward_hook(note))
+    first.hidden(canvases, torch.arange(canvases.shape[1]).expand_as(canvases))
+    for hook in hooks:
+        hook.remove()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Canvases ``[B, L]`` of whole blocks, prompt, answer and eos to the end; ``starts`` ``[B]``: tokens of the prompts.
+
+    All prompts end in the same block.
+    """
+
+    canvases: Tensor
+    starts: Tensor
+
+    @property
+    def first(self) -> int:
+        """Where the block begins in which the prompts end."""
+        return int(self.starts[0]) // BLOCK_LENGTH * BLOCK_LENGTH
+
+
+def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """A request's canvas, filled to a whole block with eos, and the tokens of its prompt."""
+    prompt = tokenizer.encode(request.prompt).ids
+    eos = tokenizer.token_to_id("<|eos|>")
+    canvas = [*prompt, *tokenizer.encode(request.completion, add_special_tokens=False).ids, eos]
+    return canvas + [eos] * (-len(canvas) % BLOCK_LENGTH), len(prompt)
+
+
+def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> Iterator[Batch]:
+    """Endless batches of about ``tokens`` tokens, both copies counted."""
+    waiting: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
+    for request in requests:
+        canvas, start = canvas_of(request, tokenizer)
+        first = start // BLOCK_LENGTH * BLOCK_LENGTH
+        group = waiting[len(canvas), first]
+        group.append((canvas, start))
+        if len(group) * (2 * len(canvas) - BLOCK_LENGTH - first) >= tokens:
+            yield Batch(torch.tensor([canvas for canvas, _ in group]), torch.tensor([start for _, start in group]))
+            group.clear()
+
+
+def hide(batch: Batch, is_easy: Tensor) -> Tensor:
+    """Which positions of the noised copies are hidden and scored, bool ``[B, L - first]``.
+
+    Every block draws t from U(0, 1.65) cut at 1. In half of the others JSON syntax and eos are hidden less often than
+    values, because decoding commits them first. ``is_easy`` ``[V]`` marks them.
+    """
+    answers = batch.canvases[:, batch.first :]
+    rows, length = answers.shape
+    blocks = length // BLOCK_LENGTH
+    t = (torch.rand(rows, blocks) * 1.65).clamp(max=1.0)
+    ease = torch.where((torch.rand(rows, blocks) < 0.5) & (t < 1), torch.rand(rows, blocks), 1.0)
+    t, ease = (x.repeat_interleave(BLOCK_LENGTH, 1) for x in (t, ease))
+    is_hidden = torch.rand(rows, length) < torch.where(is_easy[answers], t * ease, t)
+    return is_hidden & (torch.arange(batch.first, batch.first + length) >= batch.starts[:, None])
+
+
+def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
+    """Which tokens of a row see which, bool ``[T, T]``: block diffusion's training mask."""
+    block = positions // BLOCK_LENGTH
+    query, key = block[:, None], block[None, :]
+    sees_clean = ~is_noised[None, :] & torch.where(is_noised[:, None], key < query, key <= query)
+    return sees_clean | (is_noised[None, :] & is_noised[:, None] & (key == query))
+
+
+def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
+    """Features ``[B, L - first, hidden]`` of the noised copies."""
+    clean, noised = batch.canvases[:, :-BLOCK_LENGTH], batch.canvases[:, batch.first :]
+    noised = noised.masked_fill(is_hidden, denoiser.network.mask_token_id)
+    length, before = batch.canvases.shape[1], clean.shape[1]
+    positions = torch.cat((torch.arange(before), torch.arange(batch.first, length)))
+    is_visible = visible(positions, torch.arange(len(positions)) >= before)
+    return _features(denoiser, torch.cat((clean, noised), 1), positions, is_visible)[:, before:]
+
+
+def _features(denoiser: Denoiser, ids: Tensor, positions: Tensor, is_visible: Tensor) -> Tensor:
+    x = denoiser.embed(ids)
+    table = denoiser.rotary[0]
+    turn = (table.cos, table.sin, positions.expand_as(ids))
+    for block in denoiser.blocks:
+        x, _ = block(x, turn, is_visible, None)
+    return denoiser.final_norm(x)
+
+
+def loss_of(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of the hidden tokens."""
+    logits = denoiser.project(both_copies(denoiser, batch, is_hidden)[is_hidden])
+    return F.cross_entropy(logits.float(), batch.canvases[:, batch.first :][is_hidden])
+
+
+@torch.no_grad()
+def one_pass(denoiser: Denoiser, requests: Sequence[Request], tokenizer: Tokenizer) -> tuple[float, float]:
+    """Shares of blocks, and of whole lists, that are right when every block takes one pass: decoding at its fastest."""
+    blocks, lists = [], []
+    for request in requests:
+        canvas, start = canvas_of(request, tokenizer)
+        batch = Batch(torch.tensor([canvas]), torch.tensor([start]))
+        answer = batch.canvases[:, batch.first :]
+        is_hidden = (torch.arange(batch.first, len(canvas)) >= start)[None]
+        is_right = (denoiser.project(both_copies(denoiser, batch, is_hidden)).argmax(-1) == answer) | ~is_hidden
+        found = is_right.view(-1, BLOCK_LENGTH).all(1)
+        blocks += found.tolist()
+        lists.append(bool(found.all()))
+    return sum(blocks) / len(blocks), sum(lists) / len(lists)
+
+
+EARLY, LATE = (4.0, 4.0, 2.0, 1.0, 0.5, 0.2), (1.0, 2.0, 3.0, 3.0, 3.0, 3.0)
+EASY_STEPS = 600
+"""How often commands of one call are drawn, of two, and so on: at first, and after so many steps."""
+
+
+def lessons(training: Training, seed: int) -> Iterator[Request]:
+    """Training commands, of more and more calls as ``training`` goes on."""
+
+    def weights() -> list[float]:
+        share = min(1.0, training.step / EASY_STEPS)
+        return [early + share * (late - early) for early, late in zip(EARLY, LATE, strict=True)]
+
+    return training_requests(seed, weights)
+
+
+@click.command()
+@click.option("--first", type=click.Path(path_type=Path), required=True, help="Folder of the first demo.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
+@click.option("--state", type=click.Path(path_type=Path), required=True, help="File to save the run in, and to resume it from.")
+@click.option("--minutes", type=float, default=150.0, show_default=True, help="Processor time in all.")
+@click.option("--rate", type=float, default=0.003, show_default=True, help="Peak learning rate of the matrices.")
+@click.option("--tokens", type=click.IntRange(1), default=4096, show_default=True, help="Tokens a step, both copies counted.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and new weights.")
+@click.option("--save-minutes", type=float, default=4.0, show_default=True, help="Minutes between saves.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
+def main(
+    first: Path, out: Path, state: Path, minutes: float, rate: float, tokens: int, seed: int, save_minutes: float, threads: int
+) -> None:
+    """Train the second demo from the first; stop it whenever you like, and resume it with the same command.
+
+    Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state several.pt
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
+    save_tokenizer(tokenizer, out)
+    origin = load_checkpoint(first)
+    network = describe(origin.network)
+    denoiser = Denoiser(network)
+    training = Training(denoiser, rate)
+    if state.exists():
+        training.resume(state)
+    else:
+        (sample,) = itertools.islice(batches(training_requests(seed + 1), tokenizer, 2000), 1)
+        initialise(denoiser, origin, sample.canvases)
+        training = Training(denoiser, rate)
+    is_easy = easy_tokens(network, tokenizer)
+    judged = Denoiser(network)
+    held_out = [request for _, request in held_out_requests(seed + 2, 48)]
+
+    def losses() -> Iterator[Callable[[], Tensor]]:
+        # A resumed run draws other commands than those before it.
+        for batch in batches(lessons(training, seed + 1000 * training.step), tokenizer, tokens):
+            yield lambda batch=batch: loss_of(denoiser, batch, hide(batch, is_easy))
+
+    def save() -> None:
+        training.save(state)
+        save_checkpoint(out, network, training.averaged)
+        judged.load_state_dict(training.averaged, strict=False)
+        blocks, lists = one_pass(judged, held_out, tokenizer)
+        click.echo(f"minute {training.minutes:.1f} one pass a block: blocks {blocks:.1%}, lists {lists:.1%}", err=True)
+
+    training.run(losses(), 10**9, minutes, save_minutes, save)
+
+
+if __name__ == "__main__":
+    main()

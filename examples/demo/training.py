@@ -1,0 +1,150 @@
+"""What both demos are trained with: optimisers, the rate over a run, averaged weights, and a state that a run resumes from.
+
+Muon (Keller Jordan's, with the constants of torch.optim.Muon) trains the layers' matrices and AdamW the rest. torch's own
+Muon orthogonalises in bf16, which processors without bf16 kernels compute fifty times slower than fp32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from dlm_export.network.denoiser import Denoiser, has_bf16_kernels
+
+MOMENTUM, DECAY = 0.95, 0.02
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+AVERAGED_STEPS = 200  # of the moving average, about
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest matrix whose singular values are all equal, by five Newton-Schulz steps."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if is_tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose steps are orthogonalised, with decoupled weight decay; for matrices."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Move every matrix by its own orthogonalised momentum."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 1 - MOMENTUM)
+                step = orthogonal(parameter.grad.lerp(momentum, MOMENTUM))
+                rows, columns = parameter.shape
+                parameter.mul_(1 - group["lr"] * DECAY).add_(step, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+
+def learning_rate(progress: float, step: int) -> float:
+    """Share of the peak rate: 50 steps up, level until ``progress`` 0.4, then a straight line down to zero at 1."""
+    return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
+
+
+@dataclass
+class Training:
+    """A denoiser between two steps of its training."""
+
+    denoiser: Denoiser
+    rate: float
+    step: int = 0
+    minutes: float = 0.0
+    """Processor time spent so far: a stopped process spends none."""
+    averaged: dict[str, Tensor] = field(init=False)
+    optimisers: list[tuple[torch.optim.Optimizer, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = dict(self.denoiser.named_parameters())
+        self.averaged = {name: parameter.detach().clone() for name, parameter in named.items()}
+        matrices = [p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2]
+        others = [p for name, p in named.items() if not (name.startswith("blocks.") and p.ndim == 2)]
+        self.optimisers = [
+            (Muon(matrices, self.rate), self.rate),
+            (torch.optim.AdamW(others, lr=0.4 * self.rate, betas=(0.9, 0.98), weight_decay=0.0), 0.4 * self.rate),
+        ]
+
+    def learn(self, loss: Tensor, progress: float) -> None:
+        """One step down the gradient of ``loss``; ``progress`` from 0 to 1 sets the rate."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimiser, peak in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = peak * learning_rate(progress, self.step)
+            optimiser.step()
+            optimiser.zero_grad()
+        pace = 1 - min(1 - 1 / AVERAGED_STEPS, (self.step + 1) / (self.step + 20))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.averaged.values()), [p.detach() for p in self.denoiser.parameters()], pace)
+        self.step += 1
+
+    def save(self, path: Path) -> None:
+        """Write everything that ``resume`` needs; the file appears whole or not at all."""
+        state = {
+            "step": self.step,
+            "minutes": self.minutes,
+            "parameters": self.denoiser.state_dict(),
+            "averaged": self.averaged,
+            "optimisers": [optimiser.state_dict() for optimiser, _ in self.optimisers],
+            "random": torch.get_rng_state(),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Go on where ``save`` was called."""
+        state = torch.load(path, weights_only=True)
+        self.step, self.minutes, self.averaged = state["step"], state["minutes"], state["averaged"]
+        self.denoiser.load_state_dict(state["parameters"])
+        for (optimiser, _), saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        torch.set_rng_state(state["random"])
+
+    def run(
+        self,
+        losses: Iterable[Callable[[], Tensor]],
+        steps: int,
+        minutes: float | None,
+        save_minutes: float,
+        on_save: Callable[[], None],
+    ) -> None:
+        """Learn until ``steps`` or ``minutes`` of processor time are spent; save every ``save_minutes`` and at the end.
+
+        ``losses`` gives one function a step that computes its loss.
+        """
+        before = self.minutes - time.process_time() / 60
+        saved = self.minutes
+        recent: list[float] = []
+        for loss_of in losses:
+            self.minutes = before + time.process_time() / 60
+            progress = max(self.step / steps, self.minutes / minutes if minutes else 0.0)
+            if progress >= 1:
+                break
+            with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16_kernels(torch.device("cpu"))):
+                loss = loss_of()
+            self.learn(loss, progress)
+            recent.append(loss.item())
+            if self.step % 50 == 0:
+                click.echo(f"minute {self.minutes:.1f} step {self.step} loss {sum(recent) / len(recent):.4f}", err=True)
+                recent.clear()
+            if self.minutes - saved > save_minutes:
+                on_save()
+                saved = self.minutes
+        on_save()
