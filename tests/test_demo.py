@@ -50,6 +50,33 @@ def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:
     assert max(result["nfe"]) <= 64
 
 
+def test_the_checkpoint_in_torch_answers_as_the_bundle_does(demo: Bundle) -> None:
+    from evaluate import TorchBundle, evaluate
+
+    in_torch = evaluate(TorchBundle(EXAMPLES / "demo-denoiser"), HELD_OUT[:6], preset="fast-dllm", threshold=0.99)
+    assert in_torch == evaluate(demo, HELD_OUT[:6], preset="fast-dllm", threshold=0.99)
+    assert len(in_torch["right"]["all"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "is_same"),
+    [
+        ('[{"name":"a","arguments":{"x":1,"y":2}},{"name":"b","arguments":{}}]', True),
+        ('[{"arguments":{"y":2,"x":1},"name":"a"}, {"name":"b","arguments":{}}]', True),
+        ('[{"name":"b","arguments":{}},{"name":"a","arguments":{"x":1,"y":2}}]', False),
+        ('[{"name":"a","arguments":{"x":1,"y":2}}]', False),
+        ('[{"name":"a","arguments":{"x":"1","y":2}},{"name":"b","arguments":{}}]', False),
+        ('[{"name":"a","arguments":{"x":1,"y":2}},{"name":"b","arguments":{}}', False),
+        ('[{"name":"a","arguments":{"x":true,"y":2}},{"name":"b","arguments":{}}]', False),
+        (None, False),
+    ],
+)
+def test_lists_are_the_same_call_by_call(given: str | None, is_same: bool) -> None:
+    from evaluate import same_call
+
+    assert same_call(given, '[\n{"name":"a","arguments":{"x":1,"y":2}},\n{"name":"b","arguments":{}}\n]') is is_same
+
+
 def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> None:
     denoiser = load(EXAMPLES / "demo-denoiser")
     assert demo.tokenizer is not None

@@ -1,11 +1,14 @@
-"""Exact match of the demo's calls on held-out commands, through the native runtime; NFE, tokens, and loss in torch."""
+"""Exact match of a demo's calls on held-out commands, in the native runtime or in torch; NFE, tokens, thresholds and loss."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,12 @@ from checkpoint import load_checkpoint
 from tokenizers import Tokenizer
 
 import dlm_runtime
+import dlm_runtime.tokenizer
+from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
+from dlm_runtime.policy import PRESETS
 
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
 LOSS_RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -45,21 +52,54 @@ def loss_at(denoiser: Denoiser, tokenizer: Tokenizer, pairs: Sequence[tuple[str,
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Whether both texts parse as JSON to equal values."""
+    """Whether both texts parse as JSON to equal values: a list's calls in the same order, ``true`` no number."""
     try:
-        return bool(json.loads(first or "") == json.loads(second))
+        one, other = (json.dumps(json.loads(text or ""), sort_keys=True) for text in (first, second))
     except json.JSONDecodeError:
         return False
+    return one == other
 
 
-def evaluate(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], **policy: Any) -> dict[str, Any]:
-    """Answer every command. Returns shares of right calls by split and by function, NFE and tokens a command, failures."""
+@dataclass(frozen=True)
+class Answer:
+    """A command's calls as text, and the passes that they took."""
+
+    text: str
+    nfe: int
+
+
+class TorchBundle:
+    """A checkpoint that answers as a bundle does, by the reference loop in torch: nothing is built, and it takes its time."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.denoiser = load_checkpoint(checkpoint)
+        self.tokenizer = dlm_runtime.tokenizer.Tokenizer.from_files(checkpoint / "tokenizer.json")
+
+    def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
+        """As ``Bundle.generate``; the preset is taken by its name."""
+        tokens = self.tokenizer.encode(prompt)
+        fields = PRESETS[preset].with_fields(policy)
+        out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
+        ends = self.denoiser.network.eos_token_ids
+        answer = itertools.takewhile(lambda token: token not in ends, out.tokens[len(tokens) :])
+        return Answer(self.tokenizer.decode(list(answer)), out.nfe)
+
+
+def evaluate(
+    bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], max_new_tokens: int = 64, **policy: Any
+) -> dict[str, Any]:
+    """Answer every command.
+
+    Returns what is right by split, and by function or by number of calls; NFE and tokens a command; failures.
+    """
     right: defaultdict[str, list[bool]] = defaultdict(list)
     nfe, tokens, failures = [], [], []
     for line in lines:
-        out = bundle.generate(prompt=line["prompt"], max_new_tokens=64, **policy)
+        out = bundle.generate(prompt=line["prompt"], max_new_tokens=max_new_tokens, **policy)
         is_right = same_call(out.text, line["completion"])
-        for group in ("all", f"unseen {line['unseen']}", f"function {json.loads(line['completion'])['name']}"):
+        wanted = json.loads(line["completion"])
+        kind = f"{len(wanted)} calls" if isinstance(wanted, list) else f"function {wanted['name']}"
+        for group in ("all", f"unseen {line['unseen']}", kind):
             right[group].append(is_right)
         nfe.append(out.nfe)
         tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)  # without the two prompt marks, with eos
@@ -68,28 +108,57 @@ def evaluate(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], **poli
     return {"right": dict(right), "nfe": nfe, "tokens": tokens, "failures": failures}
 
 
+def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], **policy: Any) -> None:
+    """Print exact match and NFE at every threshold."""
+    click.echo("threshold  exact match  NFE a command  tokens a pass")
+    for threshold in THRESHOLDS:
+        result = evaluate(bundle, lines, threshold=threshold, **policy)
+        right, passes = statistics.mean(result["right"]["all"]), statistics.mean(result["nfe"])
+        click.echo(f"{threshold:9.2f}  {right:11.1%}  {passes:13.2f}  {statistics.mean(result['tokens']) / passes:13.2f}")
+
+
 @click.command()
-@click.option("--bundle", type=click.Path(path_type=Path), required=True, help="Bundle of the demo, as `make demo` builds it.")
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Held-out .jsonl, as data.py writes it.")
+@click.option("--bundle", type=click.Path(path_type=Path), help="Bundle of a demo.  [default: the checkpoint, in torch]")
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="Held-out .jsonl of data.py or several.py.")
+@click.option("--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]")
 @click.option("--preset", default="fast-dllm", show_default=True, help="Loop of the bundle.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser: measures the loss as well.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Room for an answer.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
+@click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
+@click.option("--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99.")
 @click.option("--failures", is_flag=True, help="Print every command answered wrongly.")
-def main(bundle: Path, data: Path, preset: str, checkpoint: Path | None, failures: bool) -> None:
+def main(
+    bundle: Path | None,
+    data: Path,
+    count: int | None,
+    preset: str,
+    max_new_tokens: int,
+    checkpoint: Path | None,
+    loss: bool,
+    thresholds: bool,
+    failures: bool,
+) -> None:
     """Measure exact match, NFE and loss.
 
-    Example: python evaluate.py --bundle ../../build/demo --data heldout.jsonl --checkpoint ../demo-denoiser
+    Example: python evaluate.py --bundle ../../build/demo --data heldout.jsonl --checkpoint ../demo-denoiser --loss
     """
-    lines = [json.loads(line) for line in data.read_text().splitlines()]
-    with dlm_runtime.open(bundle) as opened:
-        result = evaluate(opened, lines, preset=preset)
+    lines = [json.loads(line) for line in data.read_text().splitlines()][:count]
+    if checkpoint is None and (loss or bundle is None):
+        raise click.UsageError("--loss needs --checkpoint" if loss else "give --bundle or --checkpoint")
+    with contextlib.ExitStack() as stack:
+        opened = TorchBundle(checkpoint) if bundle is None else stack.enter_context(dlm_runtime.open(bundle))
+        if thresholds:
+            frontier(opened, lines, preset=preset, max_new_tokens=max_new_tokens)
+            return
+        result = evaluate(opened, lines, preset=preset, max_new_tokens=max_new_tokens)
     if failures:
         for prompt, wanted, given in result["failures"]:
             click.echo(f"{prompt}\n  wanted {wanted}\n  got    {given}")
     for name, matches in sorted(result["right"].items()):
         click.echo(f"{name:28} {sum(matches):4d} of {len(matches):4d}  {sum(matches) / len(matches):7.2%}")
-    for name, values in (("NFE a command", result["nfe"]), ("tokens a call", result["tokens"])):
+    for name, values in (("NFE a command", result["nfe"]), ("tokens a command", result["tokens"])):
         click.echo(f"{name}: mean {statistics.mean(values):.2f}, median {statistics.median(values):g}, most {max(values)}")
-    if checkpoint is not None:
+    if loss:
         tokenizer, denoiser = Tokenizer.from_file(str(checkpoint / "tokenizer.json")), load_checkpoint(checkpoint)
         pairs = [(line["prompt"], line["completion"]) for line in lines]
         for ratio in LOSS_RATIOS:
