@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -109,9 +110,11 @@ def test_a_run_resumes_where_it_was_saved(first: NetworkSpec, tokenizer: Tokeniz
     network, batch = train_several.describe(first), batch_of(tokenizer)
     is_easy = train.easy_tokens(first, tokenizer)
 
-    def run(training: Training, steps: int) -> None:
+    def run(training: Training, steps: int, stopped_at: int | None = None) -> None:
         def losses() -> Iterator[Callable[[], torch.Tensor]]:
             while True:
+                if training.step == stopped_at:
+                    signal.raise_signal(signal.SIGTERM)
                 yield lambda: train_several.loss_of(training.denoiser, batch, train_several.hide(batch, is_easy))
 
         training.run(losses(), steps, None, 1e9, lambda: training.save(tmp_path / f"{steps}.pt"))
@@ -122,6 +125,9 @@ def test_a_run_resumes_where_it_was_saved(first: NetworkSpec, tokenizer: Tokeniz
     resumed = Training(random_denoiser(network, seed=9), 0.01)
     resumed.resume(tmp_path / "3.pt")
     assert resumed.step == 3
+    run(resumed, 6, stopped_at=5)
+    assert resumed.step == 5
+    resumed.resume(tmp_path / "6.pt")
     run(resumed, 6)
     for name, parameter in resumed.denoiser.named_parameters():
         assert torch.equal(parameter, whole.denoiser.get_parameter(name)), name

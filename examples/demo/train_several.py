@@ -6,7 +6,7 @@ differs from the first demo's training, where not by that:
 
 - It starts from the first demo's weights, which know most functions and how to copy. Query and key norms start at the sizes
   that the first demo's heads have; two layers are put between, which start as the identity.
-- Every block draws its own noise; two blocks in five are wholly hidden, as decoding finds each of them.
+- Every block draws its own noise, of the kinds that decoding meets (``hide``).
 - Commands of few calls come first.
 """
 
@@ -121,17 +121,21 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
     """Which positions of the noised copies are hidden and scored, bool ``[B, L - first]``.
 
-    Every block draws t from U(0, 1.65) cut at 1. In half of the others JSON syntax and eos are hidden less often than
-    values, because decoding commits them first. ``is_easy`` ``[V]`` marks them.
+    Every block is hidden by itself: one in three wholly, as decoding finds it; one in three here and there, in half of these
+    JSON syntax and eos less often than values, because decoding commits them first; one in three from some place on, as
+    decoding leaves it where only the next tokens are sure, and there wholly or in part. ``is_easy`` ``[V]`` marks the syntax.
     """
     answers = batch.canvases[:, batch.first :]
     rows, length = answers.shape
-    blocks = length // BLOCK_LENGTH
-    t = (torch.rand(rows, blocks) * 1.65).clamp(max=1.0)
-    ease = torch.where((torch.rand(rows, blocks) < 0.5) & (t < 1), torch.rand(rows, blocks), 1.0)
-    t, ease = (x.repeat_interleave(BLOCK_LENGTH, 1) for x in (t, ease))
+    shape = (rows, length // BLOCK_LENGTH)
+    kind = torch.randint(3, shape)
+    t = torch.where(kind == 0, 1.0, torch.where(kind == 1, torch.rand(shape), torch.rand(shape) + 0.5))
+    ease = torch.where((kind == 1) & (torch.rand(shape) < 0.5), torch.rand(shape), 1.0)
+    place = torch.where(kind == 2, torch.randint(1, BLOCK_LENGTH, shape), 0)
+    t, ease, place = (x.repeat_interleave(BLOCK_LENGTH, 1) for x in (t, ease, place))
+    positions = torch.arange(length)
     is_hidden = torch.rand(rows, length) < torch.where(is_easy[answers], t * ease, t)
-    return is_hidden & (torch.arange(batch.first, batch.first + length) >= batch.starts[:, None])
+    return is_hidden & (positions % BLOCK_LENGTH >= place) & (positions + batch.first >= batch.starts[:, None])
 
 
 def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
@@ -203,10 +207,10 @@ def lessons(training: Training, seed: int) -> Iterator[Request]:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
 @click.option("--state", type=click.Path(path_type=Path), required=True, help="File to save the run in, and to resume it from.")
 @click.option("--minutes", type=float, default=150.0, show_default=True, help="Processor time in all.")
-@click.option("--rate", type=float, default=0.003, show_default=True, help="Peak learning rate of the matrices.")
-@click.option("--tokens", type=click.IntRange(1), default=4096, show_default=True, help="Tokens a step, both copies counted.")
+@click.option("--rate", type=float, default=0.004, show_default=True, help="Peak learning rate of the matrices.")
+@click.option("--tokens", type=click.IntRange(1), default=2560, show_default=True, help="Tokens a step, both copies counted.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and new weights.")
-@click.option("--save-minutes", type=float, default=4.0, show_default=True, help="Minutes between saves.")
+@click.option("--save-minutes", type=float, default=3.0, show_default=True, help="Minutes between saves.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
 def main(
     first: Path, out: Path, state: Path, minutes: float, rate: float, tokens: int, seed: int, save_minutes: float, threads: int

@@ -6,6 +6,8 @@ Muon orthogonalises in bf16, which processors without bf16 kernels compute fifty
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -125,17 +127,19 @@ class Training:
         save_minutes: float,
         on_save: Callable[[], None],
     ) -> None:
-        """Learn until ``steps`` or ``minutes`` of processor time are spent; save every ``save_minutes`` and at the end.
+        """Learn until ``steps`` or ``minutes`` of processor time are spent, or SIGTERM comes.
 
-        ``losses`` gives one function a step that computes its loss.
+        ``on_save`` is called every ``save_minutes`` and at the end. Each of ``losses`` computes the loss of one step.
         """
+        is_stopped = threading.Event()
+        before_handler = signal.signal(signal.SIGTERM, lambda number, frame: is_stopped.set())
         before = self.minutes - time.process_time() / 60
         saved = self.minutes
         recent: list[float] = []
         for loss_of in losses:
             self.minutes = before + time.process_time() / 60
             progress = max(self.step / steps, self.minutes / minutes if minutes else 0.0)
-            if progress >= 1:
+            if progress >= 1 or is_stopped.is_set():
                 break
             with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16_kernels(torch.device("cpu"))):
                 loss = loss_of()
@@ -148,3 +152,4 @@ class Training:
                 on_save()
                 saved = self.minutes
         on_save()
+        signal.signal(signal.SIGTERM, before_handler)
