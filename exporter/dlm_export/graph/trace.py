@@ -22,7 +22,18 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from dlm_export.graph import DEVICE_FILE, GRAPH_FILE, LAYER_KEY, OPSET, PLAIN_OPSET, TOP_K, definitions, experts, functions, repeat
+from dlm_export.graph import (
+    DEVICE_FILE,
+    GRAPH_FILE,
+    LAYER_KEY,
+    OPSET,
+    PLAIN_OPSET,
+    TOP_K,
+    definitions,
+    experts,
+    functions,
+    repeat,
+)
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import RoutedMLPs
