@@ -13,7 +13,7 @@ from traces import trace_once
 
 from dlm_export.graph import LAYER_KEY, definitions, repeat
 from dlm_export.graph.trace import Graph, trace_pass
-from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
+from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, Rope, RouterSpec
 
 
 def mixed() -> NetworkSpec:
@@ -25,6 +25,14 @@ def mixed() -> NetworkSpec:
     two = LayerSpec(seeing, MlpSpec(24), 1e-5, ("attention_norm", "mlp_norm", "mlp_out_norm"))
     three = LayerSpec(still, MlpSpec(20), 1e-6, ("attention_out_norm", "mlp_norm"))
     return make_network(layers=(one, two, one, three, two), tied_head=True)
+
+
+def routed() -> tuple[LayerSpec, ...]:
+    """Layers with experts, by a router of either kind."""
+    attention = AttentionSpec(2, 2, 12, Rope(1e5))
+    grouped = RouterSpec("sigmoid", bias="choice", renormalise=True, scale=2.5, groups=4, active_groups=2)
+    mixtures = (ExpertsSpec(4, 2, 12), ExpertsSpec(8, 3, 8, shared_size=8, router=grouped))
+    return tuple(LayerSpec(attention, mlp, 1e-6) for mlp in mixtures)
 
 
 LLADA = make_network(layers=3)
@@ -126,6 +134,7 @@ def test_a_layer_that_reads_anothers_parameters_is_refused() -> None:
 def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
     is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = described(trace_once(MIXED, "bf16", is_plain=is_plain).model.graph)
+    network = replace(MIXED, layers=(*MIXED.layers, *routed()))
+    few = described(trace_pass(network, "bf16", is_plain=is_plain).model.graph)
     monkeypatch.setattr(definitions, "few", contextlib.nullcontext)
-    assert described(trace_pass(MIXED, "bf16", is_plain=is_plain).model.graph) == few
+    assert described(trace_pass(network, "bf16", is_plain=is_plain).model.graph) == few

@@ -16,10 +16,11 @@ from onnxscript.function_libs.torch_lib import registration
 OPERATORS = frozenset(
     f"aten::{name}"
     for name in (
-        *("_to_copy", "_unsafe_view", "add.Tensor", "amax", "cat", "clone", "embedding", "expand", "full", "gather"),
-        *("gt.Tensor", "log", "matmul", "mean.dim", "mul.Tensor", "permute", "pow.Tensor_Scalar", "remainder.Scalar"),
-        *("rsqrt", "scalar_tensor", "scaled_dot_product_attention", "select.int", "silu", "slice.Tensor", "softmax.int"),
-        *("sub.Tensor", "sum.dim_IntList", "sym_size.int", "topk", "transpose.int", "unsqueeze", "view"),
+        *("_to_copy", "_unsafe_view", "add.Tensor", "amax", "any.dim", "arange", "cat", "clone", "div.Tensor", "embedding"),
+        *("eq.Tensor", "expand", "full", "gather", "gt.Tensor", "log", "matmul", "mean.dim", "mul.Tensor", "permute"),
+        *("pow.Tensor_Scalar", "remainder.Scalar", "rsqrt", "scalar_tensor", "scaled_dot_product_attention", "select.int"),
+        *("sigmoid", "silu", "slice.Tensor", "softmax.int", "sub.Tensor", "sum.dim_IntList", "sym_size.int", "topk"),
+        *("transpose.int", "unsqueeze", "view", "where.ScalarOther"),
     )
 )
 
