@@ -24,6 +24,7 @@ from dlm_export.graph.write import write_graph
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec, Rope
 from dlm_export.sources import open_source
+from dlm_runtime.policy import presets_for
 
 LENGTH = 12
 KINDS = ("key", "value")
@@ -104,11 +105,13 @@ def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
 
 def test_a_bundle_of_a_causal_network_computes_what_torch_does(dream_checkpoint: Path, tmp_path: Path) -> None:
     source = open_source(dream_checkpoint)
-    source = replace(source, network=seeing(source.network, [("causal", None), ("block", 4)]))
-    report = build_from(source, tmp_path / "bundle")  # proves parity, of loops with caches too
+    network = seeing(source.network, [("causal", None), ("block", 4)])
+    source = replace(source, network=network, presets=presets_for(network.visible_block, network.shift))
+    report = build_from(source, tmp_path / "bundle")  # proves parity, of loops with the cache of blocks too
     assert report.kernels == {"calls": {"BlockCachedAttention": 2, "Candidates": 1}, "plain": {}}
     tokens = [5, 17, 9, 30, 2, 41, 8]
     with dlm_runtime.open(tmp_path / "bundle") as bundle:
+        assert bundle.manifest["loop"]["visible_block"] == 4
         found = bundle.logits(tokens)
         changed = bundle.logits([*tokens[:4], 11, *tokens[5:]])
     expected = families.load(source.parameters, source.network)(torch.tensor([tokens]))[0]
