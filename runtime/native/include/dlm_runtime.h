@@ -301,8 +301,8 @@ typedef struct dlm_request {
 
 /* Several requests at once, each with options->max_new_tokens behind its tokens. Those that fit together share their passes, at
  * most max_batch of them (1..4096), which shares the reading of weights: canvases of one length and, over a cache, masks in the
- * same blocks; never with store "reuse". The others run one batch after the other. Over a cache a request that has finished a block waits for the slowest
- * of its batch. Each gets what it gets alone, but for floating-point noise of the engine. Errors name a request by its number,
+ * same blocks; never with store "reuse". The others run one batch after the other. Over a cache a request that has finished a
+ * block waits for the slowest of its batch. Each gets what it gets alone, but for floating-point noise of the engine. Errors name a request by its number,
  * counted from 0, and leave the tokens of all untouched. options->on_step must be NULL. stats, which may be NULL, are sums over
  * the batches, their nfe passes made; cache_bytes is the largest. Drops a running request. UNSUPPORTED where the engine takes
  * fewer at a time: "tensorrt" takes one. */
