@@ -87,6 +87,15 @@ def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path:
     assert verified.exit_code == 0, verified.output
 
 
+PRESETS = {"SDAR": "sdar", "Fast-dLLM v2": "fast-dllm-v2", "A2D Qwen2": "llada", "A2D Qwen2, blocks": "sdar"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_default_preset_goes_with_what_is_seen(name: str, tmp_path: Path) -> None:
+    config, _, overrides, _ = LAYOUTS[name]
+    assert open_source(write_checkpoint(tmp_path, config), overrides).default_preset == PRESETS[name]
+
+
 # ---- The mask token and the blocks ----
 
 
@@ -122,6 +131,11 @@ def _lacking(checkpoint: Path, tensor: str) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], Overrides, str]] = {
     "no length of a block": (sdar_config(block_size=None), Overrides(), "block_size is missing.*Pass --attention-block"),
+    "a block that the loop does not take": (
+        fast_dllm_v2_config(bd_size=12),
+        Overrides(150),
+        "decides 8 positions of a block at a time, which do not divide one of 12",
+    ),
     "no bd_size": (fast_dllm_v2_config(bd_size=None), Overrides(150), "bd_size is missing.*Pass --attention-block"),
     "a block of nothing": (sdar_config(block_size=0), Overrides(), "block_size must be an integer in 1"),
     "a negative block": (sdar_config(block_size=-4), Overrides(), "block_size must be an integer in 1"),

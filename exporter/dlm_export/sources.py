@@ -61,7 +61,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         weights,
         text,
         presets_for(network.visible_block, network.shift),
-        family.default_preset,
+        family.preset_for(network),
         _stored_precision(checkpoint),
         tuple(weights.notes),
         sha256(checkpoint.config.path),

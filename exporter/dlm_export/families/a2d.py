@@ -23,7 +23,7 @@ def _family(trunk: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Fam
         return trunk_network(checkpoint, overrides, name, qkv_bias=qkv_bias, qk_norm=qk_norm, block_length=block)
 
     architectures, trunk_class = (f"A2D{trunk}LMHeadModel",), f"{trunk}ForCausalLM"
-    return Family(name, architectures, f"Tiny-A2D {trunk}", "llada", read_network, TRUNK.origins, trunk_class)
+    return Family(name, architectures, f"Tiny-A2D {trunk}", "llada", read_network, TRUNK.origins, trunk_class, "sdar")
 
 
 FAMILIES = (_family("Qwen2", qkv_bias=True), _family("Qwen3", qk_norm=True), _family("Llama"))

@@ -98,6 +98,12 @@ class Family:
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
     """The class of transformers whose layers and tensor names these are, for ``capture``; it sees what the network sees."""
+    block_preset: str | None = None
+    """The default preset of checkpoints whose attention goes by blocks, where it is another one."""
+
+    def preset_for(self, network: NetworkSpec) -> str:
+        """The default preset of a network of this family."""
+        return self.default_preset if network.visible_block is None else self.block_preset or self.default_preset
 
 
 @dataclass(frozen=True)

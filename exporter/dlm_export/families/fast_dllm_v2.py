@@ -6,11 +6,12 @@ tokens, under no name.
 
 from __future__ import annotations
 
-from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.policy import PRESETS
 
 MASK = "|<MASK>|"
 
@@ -18,6 +19,12 @@ MASK = "|<MASK>|"
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released Fast-dLLM v2 config.json. Raises CheckpointError."""
     block = block_length(checkpoint, "bd_size", overrides)
+    together = PRESETS[FAMILY.default_preset].sub_block_length
+    if block % together:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: its loop decides {together} positions of a block at a time, which do not divide one of "
+            f"{block}"
+        )
     return trunk_network(
         checkpoint, overrides, "fast-dllm-v2", qkv_bias=True, qk_norm=False, block_length=block, shift=1, mask_text=MASK
     )
@@ -27,7 +34,7 @@ FAMILY = Family(
     "fast-dllm-v2",
     ("Fast_dLLM_QwenForCausalLM",),
     "Fast-dLLM v2 1.5B, 7B",
-    "dream",
+    "fast-dllm-v2",
     read_network,
     TRUNK.origins,
     "Qwen2ForCausalLM",

@@ -26,7 +26,7 @@ def read_mixture(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     return mixture_network(checkpoint, overrides, "sdar-moe", block_length=block_length(checkpoint, "block_size", overrides))
 
 
-FAMILY = Family("sdar", ("SDARForCausalLM",), "SDAR 1.7B to 8B", "llada", read_network, TRUNK.origins, "Qwen3ForCausalLM")
+FAMILY = Family("sdar", ("SDARForCausalLM",), "SDAR 1.7B to 8B", "sdar", read_network, TRUNK.origins, "Qwen3ForCausalLM")
 MIXTURE_FAMILY = Family(
     "sdar-moe", ("SDARMoeForCausalLM",), "SDAR 30B-A3B", FAMILY.default_preset, read_mixture, MIXTURE.origins
 )

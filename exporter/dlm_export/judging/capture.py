@@ -126,14 +126,9 @@ def capture(
     return Golden(provenance, canvases, logits)
 
 
-def _visible_block(network: NetworkSpec) -> int | None:
-    """``AttentionSpec.visible_block``, one for all layers: no trunk has several."""
-    return network.layers[0].attention.visible_block
-
-
 def _sight(network: NetworkSpec) -> str:
     """What is visible, in words."""
-    block = _visible_block(network)
+    block = network.visible_block
     return "every position visible" if block is None else f"blocks of {block} visible to themselves and those behind them"
 
 
@@ -246,7 +241,7 @@ class _Released:
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
         """Raises ReleasedCodeError for whatever the class does instead of loading."""
         self.checkpoint, self.choice = checkpoint, choice
-        self.vocab_size, self.visible_block = network.vocab_size, _visible_block(network)
+        self.vocab_size, self.visible_block = network.vocab_size, network.visible_block
         transformers = _transformers()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

@@ -90,9 +90,9 @@ class Data:
 
 
 def threshold_preset(network: NetworkSpec, presets: Mapping[str, Policy], name: str | None) -> tuple[str, Policy]:
-    """The named preset, or the parallel loop of such a network. Raises RequestError that lists the choices."""
-    parallel = "sdar" if network.visible_block is not None else "dream-block" if network.shift else "fast-dllm"
-    chosen = name or parallel
+    """The named preset, or the parallel loop published for such a network. Raises RequestError that lists the choices."""
+    published = ("fast-dllm", "dream-block") if network.visible_block is None else ("sdar", "fast-dllm-v2")
+    chosen = name or published[network.shift]
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: one of {', '.join(presets)}")
     return chosen, presets[chosen]
