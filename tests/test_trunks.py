@@ -7,6 +7,8 @@ Logits are compared with transformers' own class of the trunk under a mask writt
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,16 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
     other = CliRunner().invoke(main, ["inspect", str(path), "--attention-block", "16", "--json"])
     attention = json.loads(other.output)["network"]["layers"][0]["attention"]
     assert (attention["visibility"], attention["block_length"]) == ("block", 16)
+
+
+def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
+    """Torch takes longer to import than all that is read here."""
+    path = write_checkpoint(tmp_path, sdar_config(), shards=3)
+    script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"
+    command = [sys.executable, "-c", script + "assert not {'torch', 'onnx', 'onnx_ir', 'transformers'} & sys.modules.keys()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "block of 4" in done.stdout
 
 
 def _lacking(checkpoint: Path, tensor: str) -> None:

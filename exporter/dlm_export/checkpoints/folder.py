@@ -16,14 +16,16 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from dlm_calibration.recipes import FORMATS
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
+
+if TYPE_CHECKING:
+    import torch
 
 # tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids under 8; JSON of empty lists
 # and objects takes Python 30 times as much memory.
@@ -322,7 +324,7 @@ class Checkpoint:
 
     def _read_header(self, path: Path) -> None:
         try:
-            with safe_open(path, "pt") as file:
+            with safe_open(path, "np") as file:  # whose headers need no torch
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                     piece = file.get_slice(name)
                     if name in self.tensors:

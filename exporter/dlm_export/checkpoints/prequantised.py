@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
-import torch
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
+
+if TYPE_CHECKING:
+    import torch
 
 CACHE_SUFFIXES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
 """Of a quantised key/value cache: not the network's own, and not used."""
@@ -141,7 +144,7 @@ def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised
 
 
 def _scales(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    scales: np.ndarray = checkpoint.tensor(name).to(torch.float32).numpy()
+    scales: np.ndarray = checkpoint.tensor(name).float().numpy()
     _refuse(checkpoint, name, "scales are not finite and positive", ~(np.isfinite(scales) & (scales > 0)))
     return scales
 
@@ -156,5 +159,7 @@ def _refuse(checkpoint: Checkpoint, name: str, what: str, is_bad: np.ndarray) ->
 
 def _e4m3(tensor: torch.Tensor) -> np.ndarray:
     """A torch E4M3 tensor as numpy's, without a change of bits."""
+    import torch
+
     bits: np.ndarray = tensor.contiguous().view(torch.uint8).numpy()
     return bits.view(ml_dtypes.float8_e4m3fn)

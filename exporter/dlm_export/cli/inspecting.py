@@ -51,7 +51,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
 
     opened = Checkpoint(path)
     network = families.read_network(opened, changed)
-    weights = families.open_weights(opened, network)  # names what is missing, extra or wrongly shaped
+    tensors = families.check_tensors(opened, network)  # names what is missing, extra or wrongly shaped
     text = tokenizer.read(opened, network)
     kinds = {"tokenizer": text.tokenizer is not None, "chat_template": text.chat_template is not None}
     memory = {name: _memory(network, element_bytes) for name, element_bytes in PRECISIONS.items()}
@@ -63,7 +63,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
                 "parameters": network.parameter_count(),
                 "stored_bytes": opened.weight_bytes,
                 "quantisation": None if opened.quantisation is None else opened.quantisation.as_dict(),
-                "notes": weights.notes,
+                "notes": tensors.notes,
                 "unread_config_keys": unread,
                 "network": network.as_dict(),
                 "memory": memory,
@@ -79,7 +79,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     click.echo(f"{network.parameter_count():,} parameters{met} in {len(opened.tensors)} tensors of {dtypes}")
     if opened.quantisation is not None:
         click.echo(f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales")
-    for note in weights.notes:
+    for note in tensors.notes:
         click.echo(f"Note: {one_line(note)}", err=True)
     if unread:
         told = f"nothing reads these keys of config.json; make sure that none changes the network: {', '.join(unread)}"

@@ -1,19 +1,25 @@
 """The families room: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
 
 A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads (``reading`` and ``trunks``
-have what several share) and which released tensors are which parameters (``base.Origin``). ``weights`` checks and reads them.
+have what several share) and which released tensors are which parameters (``base.Origin``). ``tensors`` checks them, by headers
+alone, and ``weights`` reads them.
 """
 
 from __future__ import annotations
 
+import importlib
 import reprlib
+from typing import TYPE_CHECKING, Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada2, llada_moe, rnd1, sdar
 from dlm_export.families.base import Family, Overrides
-from dlm_export.families.weights import Weights, layered, load
+from dlm_export.families.tensors import Tensors
 from dlm_export.network.spec import NetworkSpec, rotary_table
+
+if TYPE_CHECKING:
+    from dlm_export.families.weights import Weights, layered, load
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -53,9 +59,35 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     return network
 
 
+def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
+    """The checkpoint's tensors against the network's parameters, by the files' headers. Raises CheckpointError."""
+    return Tensors(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
+
+
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     """The checkpoint's tensors as the network's parameters, checked. Raises CheckpointError."""
+    from dlm_export.families.weights import Weights
+
     return Weights(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
-__all__ = ["FAMILIES", "Family", "StoredQuantised", "Weights", "find", "layered", "load", "open_weights", "read_network"]
+def __getattr__(name: str) -> Any:
+    """What ``weights`` has, which needs torch: imported where it is asked for, so that looking at a checkpoint does not."""
+    if name not in ("Weights", "layered", "load"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("dlm_export.families.weights"), name)
+
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "StoredQuantised",
+    "Tensors",
+    "Weights",
+    "check_tensors",
+    "find",
+    "layered",
+    "load",
+    "open_weights",
+    "read_network",
+]

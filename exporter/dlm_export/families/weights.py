@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a denoiser's parameters: checked once, read one at a time, or loaded into torch."""
+"""A checkpoint's tensors as a denoiser's parameters: read one at a time, or loaded into torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from dlm_calibration.formats import FP32, NVFP4_GROUP_SIZE
+from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, ahead, row_slices
 from dlm_export.checkpoints import prequantised
-from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
-from dlm_export.checkpoints.prequantised import Expected, StoredQuantised
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families.base import Origin, Parameters, Piece
+from dlm_export.families.tensors import Tensors
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
@@ -24,40 +25,16 @@ from dlm_export.network.spec import NetworkSpec
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # bits; above infinity are the NaNs
-_LISTED = 8  # names shown of each kind of tensor error
 
 
-class Weights:
-    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a time.
-
-    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised. ``notes`` says in sentences
-    what the checkpoint holds and is not used as it stands.
-    """
+class Weights(Tensors):
+    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a time."""
 
     def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]) -> None:
-        """``origins``: of each of the network's parameters.
-
-        Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor.
-        """
-        self.checkpoint = checkpoint
-        self.shapes = network.parameters()
-        self.origins = dict(origins)
-        assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
-        self.quantised: dict[str, str] = {}
-        for parameter, origin in self.origins.items():
-            for piece in origin.pieces if origin.transpose else ():
-                algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
-                if algorithm is not None and origin.whole is None:
-                    raise CheckpointError(
-                        f"{checkpoint.path}: {piece.tensor} is quantised, and only a part of {parameter}: not read. "
-                        "Use the checkpoint that is not quantised."
-                    )
-                if algorithm is not None:
-                    self.quantised[parameter] = algorithm
-        self.notes: list[str] = []
+        """See ``Tensors``."""
+        super().__init__(checkpoint, network, origins)
         self._opened: tuple[str, torch.Tensor] | None = None
         self._viewed: set[str] = set()  # parameters whose values were found to be numbers
-        self._check()
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """One parameter as an array of ``dtype``; a quantised matrix as the values that its codes stand for.
@@ -150,79 +127,6 @@ class Weights:
         tensor = self.checkpoint.tensor(piece.tensor)
         return tensor if piece.rows is None else tensor[slice(*piece.rows)]
 
-    def _expected(self) -> dict[str, Expected]:
-        """Every tensor that the denoiser reads, by its released name."""
-        expected: dict[str, Expected] = {}
-        read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
-        for parameter, origin in self.origins.items():
-            if parameter in self.quantised:
-                assert origin.whole is not None
-                inputs, outputs = self.shapes[parameter]
-                expected |= prequantised.expected_tensors(origin.whole, self.quantised[parameter], inputs, outputs)
-                continue
-            for piece, shape in zip(origin.pieces, origin.shapes(self.shapes[parameter]), strict=True):
-                if piece.rows is not None:
-                    read.setdefault(piece.tensor, []).append(piece.rows)
-                    shape = (max(last for _, last in read[piece.tensor]), *shape[1:])
-                expected[piece.tensor] = Expected(tuple(WEIGHT_DTYPES), (shape,))
-        for tensor, rows in read.items():
-            ends = [0, *(last for _, last in sorted(set(rows)))]
-            assert [first for first, _ in sorted(set(rows))] == ends[:-1], f"{tensor}: rows {rows} are not read once each"
-        return expected
-
-    def _check(self) -> None:
-        tensors, expected = self.checkpoint.tensors, self._expected()
-        missing = [name for name, wanted in expected.items() if wanted.is_required and name not in tensors]
-        cache = [name for name in tensors if name not in expected and name.endswith(prequantised.CACHE_SUFFIXES)]
-        extra = [
-            name for name in tensors if name not in expected and name not in cache and not name.endswith("rotary_emb.inv_freq")
-        ]
-        present = {name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors}
-        mistyped = [
-            f"{name} is {found.dtype}, expected {' or '.join(wanted.dtypes)}"
-            for name, (found, wanted) in present.items()
-            if found.dtype not in wanted.dtypes
-        ]
-        misshaped = [
-            f"{name} is {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in wanted.shapes)}"
-            for name, (found, wanted) in present.items()
-            if found.shape not in wanted.shapes and found.dtype in wanted.dtypes
-        ]
-        problems = [
-            f"{len(names)} tensors {kind}: {_some(names)}"
-            for kind, names in (
-                ("missing", missing),
-                ("not known", extra),
-                ("of the wrong type", mistyped),
-                ("of the wrong shape", misshaped),
-                ("that NVFP4's groups do not divide", self._undivided()),
-            )
-            if names
-        ]
-        if problems:
-            raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}")
-        self._note(cache)
-
-    def _undivided(self) -> list[str]:
-        """NVFP4 matrices whose inputs no whole number of groups covers."""
-        return [
-            f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
-            for parameter, algorithm in self.quantised.items()
-            if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
-        ]
-
-    def _note(self, cache: list[str]) -> None:
-        said = self.checkpoint.quantisation
-        if cache:
-            kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
-            self.notes.append(
-                f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
-                f"{_some(cache)}"
-            )
-        kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole))
-        if said is not None and kept:
-            self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
-
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     bits: np.ndarray = tensor.view(torch.int16).numpy()
@@ -241,11 +145,6 @@ def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
 
 def _largest(dtype: np.dtype) -> float:
     return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None) -> torch.Tensor:

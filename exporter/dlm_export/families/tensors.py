@@ -1,0 +1,123 @@
+"""The tensors of a checkpoint against those that a denoiser reads, by the headers of its files: needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dlm_calibration.formats import NVFP4_GROUP_SIZE
+from dlm_export.checkpoints import prequantised
+from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
+from dlm_export.checkpoints.prequantised import Expected
+from dlm_export.families.base import Origin
+from dlm_export.network.spec import NetworkSpec
+
+_LISTED = 8  # names shown of each kind of tensor error
+
+
+class Tensors:
+    """A checkpoint's tensors under the denoiser's parameter names, checked by name, type and shape.
+
+    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised. ``notes`` says in sentences
+    what the checkpoint holds and is not used as it stands.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]) -> None:
+        """``origins``: of each of the network's parameters.
+
+        Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor.
+        """
+        self.checkpoint = checkpoint
+        self.shapes = network.parameters()
+        self.origins = dict(origins)
+        assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
+        self.quantised: dict[str, str] = {}
+        for parameter, origin in self.origins.items():
+            for piece in origin.pieces if origin.transpose else ():
+                algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
+                if algorithm is not None and origin.whole is None:
+                    raise CheckpointError(
+                        f"{checkpoint.path}: {piece.tensor} is quantised, and only a part of {parameter}: not read. "
+                        "Use the checkpoint that is not quantised."
+                    )
+                if algorithm is not None:
+                    self.quantised[parameter] = algorithm
+        self.notes: list[str] = []
+        self._check()
+
+    def _expected(self) -> dict[str, Expected]:
+        """Every tensor that the denoiser reads, by its released name."""
+        expected: dict[str, Expected] = {}
+        read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
+        for parameter, origin in self.origins.items():
+            if parameter in self.quantised:
+                assert origin.whole is not None
+                inputs, outputs = self.shapes[parameter]
+                expected |= prequantised.expected_tensors(origin.whole, self.quantised[parameter], inputs, outputs)
+                continue
+            for piece, shape in zip(origin.pieces, origin.shapes(self.shapes[parameter]), strict=True):
+                if piece.rows is not None:
+                    read.setdefault(piece.tensor, []).append(piece.rows)
+                    shape = (max(last for _, last in read[piece.tensor]), *shape[1:])
+                expected[piece.tensor] = Expected(tuple(WEIGHT_DTYPES), (shape,))
+        for tensor, rows in read.items():
+            ends = [0, *(last for _, last in sorted(set(rows)))]
+            assert [first for first, _ in sorted(set(rows))] == ends[:-1], f"{tensor}: rows {rows} are not read once each"
+        return expected
+
+    def _check(self) -> None:
+        tensors, expected = self.checkpoint.tensors, self._expected()
+        missing = [name for name, wanted in expected.items() if wanted.is_required and name not in tensors]
+        cache = [name for name in tensors if name not in expected and name.endswith(prequantised.CACHE_SUFFIXES)]
+        extra = [
+            name for name in tensors if name not in expected and name not in cache and not name.endswith("rotary_emb.inv_freq")
+        ]
+        present = {name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors}
+        mistyped = [
+            f"{name} is {found.dtype}, expected {' or '.join(wanted.dtypes)}"
+            for name, (found, wanted) in present.items()
+            if found.dtype not in wanted.dtypes
+        ]
+        misshaped = [
+            f"{name} is {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in wanted.shapes)}"
+            for name, (found, wanted) in present.items()
+            if found.shape not in wanted.shapes and found.dtype in wanted.dtypes
+        ]
+        problems = [
+            f"{len(names)} tensors {kind}: {_some(names)}"
+            for kind, names in (
+                ("missing", missing),
+                ("not known", extra),
+                ("of the wrong type", mistyped),
+                ("of the wrong shape", misshaped),
+                ("that NVFP4's groups do not divide", self._undivided()),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}")
+        self._note(cache)
+
+    def _undivided(self) -> list[str]:
+        """NVFP4 matrices whose inputs no whole number of groups covers."""
+        return [
+            f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
+            for parameter, algorithm in self.quantised.items()
+            if weight_format(algorithm) == "nvfp4" and self.shapes[parameter][0] % NVFP4_GROUP_SIZE
+        ]
+
+    def _note(self, cache: list[str]) -> None:
+        said = self.checkpoint.quantisation
+        if cache:
+            kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
+            self.notes.append(
+                f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
+                f"{_some(cache)}"
+            )
+        kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole))
+        if said is not None and kept:
+            self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
