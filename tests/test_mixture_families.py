@@ -20,6 +20,7 @@ from test_llada_moe import difference, merged, network_of, rewritten
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeForCausalLM
 
 from dlm_export import families
+from dlm_export.build import build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.network.spec import ExpertsSpec, MlpSpec
@@ -117,8 +118,8 @@ def test_inspect_tells_experts_router_and_what_a_token_meets(tmp_path: Path) -> 
     network = network_of(path)
     assert network.parameter_count() - network.active_parameter_count() == 2 * 12 * 3 * 64 * 40
     assert f"{network.active_parameter_count():,} of which a token meets" in told.output
-    words = "4 of 16 experts of 40, silu, one of 40 for all; by sigmoid in 2 of 4 groups and a bias of the choice, renormalised"
-    assert words in " ".join(told.output.split())
+    assert "4 of 16 experts of 40, silu" in told.output
+    assert "by sigmoid in 2 of 4 groups and a bias" in told.output
 
 
 @torch.no_grad()
@@ -151,3 +152,12 @@ def test_a_fused_matrix_of_other_heads_is_named(tmp_path: Path) -> None:
     path = rewritten(write_checkpoint(tmp_path, llada2_config()), {name: torch.zeros(127, 64)})
     with pytest.raises(CheckpointError, match=r"query_key_value\.weight is \[127, 64\], expected \[128, 64\]"):
         families.open_weights(Checkpoint(path), network_of(path))
+
+
+def test_a_bundle_of_llada2_computes_what_torch_does_by_every_preset(tmp_path: Path) -> None:
+    """The build proves logits and whole canvases, with the exact cache of blocks and without, against the reference loop."""
+    path = write_checkpoint(tmp_path / "checkpoint", llada2_config(num_hidden_layers=2), seed=7)
+    report = build(path, tmp_path / "bundle")
+    assert report.parity is not None
+    assert report.parity.misses == []
+    assert report.kernels == {"calls": {"BlockCachedAttention": 2, "Fp32Experts": 1, "Candidates": 1}, "plain": {}}

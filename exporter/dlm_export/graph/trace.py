@@ -243,6 +243,8 @@ def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
         return None if found is None else ir.TensorType(found.dtype)
     if node.op_type in ("Shape", "Size"):
         return ir.TensorType(ir.DataType.INT64)
+    if node.op_type == "CastLike" and node.inputs[1] is not None:
+        return node.inputs[1].type
     return node.inputs[0].type if node.inputs and node.inputs[0] is not None else None
 
 
