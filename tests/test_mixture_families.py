@@ -20,10 +20,11 @@ from test_llada_moe import difference, merged, network_of, rewritten
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeForCausalLM
 
 from dlm_export import families
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.network.spec import ExpertsSpec, MlpSpec
+from dlm_export.quantising.samples import CalibrationOptions
 
 LENGTH = 45
 IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -157,7 +158,8 @@ def test_a_fused_matrix_of_other_heads_is_named(tmp_path: Path) -> None:
 def test_a_bundle_of_llada2_computes_what_torch_does_by_every_preset(tmp_path: Path) -> None:
     """The build proves logits and whole canvases, with the exact cache of blocks and without, against the reference loop."""
     path = write_checkpoint(tmp_path / "checkpoint", llada2_config(num_hidden_layers=2), seed=7)
-    report = build(path, tmp_path / "bundle")
+    by_blocks = QuantiseOptions(calibration=CalibrationOptions(preset="llada2"))
+    report = build(path, tmp_path / "bundle", BuildOptions(quantise=by_blocks))
     assert report.parity is not None
     assert report.parity.misses == []
     assert report.kernels == {"calls": {"BlockCachedAttention": 2, "Fp32Experts": 1, "Candidates": 1}, "plain": {}}
