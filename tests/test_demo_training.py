@@ -160,5 +160,7 @@ def test_the_second_demo_is_saved_in_sdars_layout(first: NetworkSpec, tmp_path: 
     tensors = load_file(tmp_path / "model.safetensors")
     assert len(tensors) == 11 * len(network.layers) + 3
     assert tensors["model.layers.3.self_attn.q_norm.weight"].shape == (8,)
-    down = tensors["model.layers.0.mlp.down_proj.weight"]
-    assert torch.equal(down, denoiser.blocks[0].mlp.down.weight.T.to(torch.bfloat16))
+    read = load_checkpoint(tmp_path)
+    assert read.network == network
+    for name, parameter in read.named_parameters():
+        assert torch.equal(parameter, denoiser.get_parameter(name).to(torch.bfloat16).float()), name

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,31 +91,34 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer every command.
 
-    Returns what is right by split, and by function or by number of calls; NFE and tokens a command; failures.
+    Returns what is right by split, and by function or by number of calls; NFE, tokens and seconds a command; failures.
     """
     right: defaultdict[str, list[bool]] = defaultdict(list)
-    nfe, tokens, failures = [], [], []
+    nfe, tokens, seconds, failures = [], [], [], []
     for line in lines:
+        began = time.perf_counter()
         out = bundle.generate(prompt=line["prompt"], max_new_tokens=max_new_tokens, **policy)
         is_right = same_call(out.text, line["completion"])
         wanted = json.loads(line["completion"])
         kind = f"{len(wanted)} calls" if isinstance(wanted, list) else f"function {wanted['name']}"
         for group in ("all", f"unseen {line['unseen']}", kind):
             right[group].append(is_right)
+        seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
         tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)  # without the two prompt marks, with eos
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))
-    return {"right": dict(right), "nfe": nfe, "tokens": tokens, "failures": failures}
+    return {"right": dict(right), "nfe": nfe, "tokens": tokens, "seconds": seconds, "failures": failures}
 
 
 def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], **policy: Any) -> None:
-    """Print exact match and NFE at every threshold."""
-    click.echo("threshold  exact match  NFE a command  tokens a pass")
+    """Print exact match, NFE and speed at every threshold."""
+    click.echo("threshold  exact match  NFE a command  tokens a pass  tokens/s")
     for threshold in THRESHOLDS:
         result = evaluate(bundle, lines, threshold=threshold, **policy)
-        right, passes = statistics.mean(result["right"]["all"]), statistics.mean(result["nfe"])
-        click.echo(f"{threshold:9.2f}  {right:11.1%}  {passes:13.2f}  {statistics.mean(result['tokens']) / passes:13.2f}")
+        right, passes, tokens = statistics.mean(result["right"]["all"]), sum(result["nfe"]), sum(result["tokens"])
+        speed = tokens / sum(result["seconds"])
+        click.echo(f"{threshold:9.2f}  {right:11.1%}  {passes / len(lines):13.2f}  {tokens / passes:13.2f}  {speed:8.0f}")
 
 
 @click.command()
@@ -122,6 +126,7 @@ def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str,
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Held-out .jsonl of data.py or several.py.")
 @click.option("--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]")
 @click.option("--preset", default="fast-dllm", show_default=True, help="Loop of the bundle.")
+@click.option("--cache", help="Cache of the loop.  [default: the preset's]")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Room for an answer.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
 @click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
@@ -132,25 +137,27 @@ def main(
     data: Path,
     count: int | None,
     preset: str,
+    cache: str | None,
     max_new_tokens: int,
     checkpoint: Path | None,
     loss: bool,
     thresholds: bool,
     failures: bool,
 ) -> None:
-    """Measure exact match, NFE and loss.
+    """Measure exact match and NFE.
 
     Example: python evaluate.py --bundle ../../build/demo --data heldout.jsonl --checkpoint ../demo-denoiser --loss
     """
     lines = [json.loads(line) for line in data.read_text().splitlines()][:count]
     if checkpoint is None and (loss or bundle is None):
         raise click.UsageError("--loss needs --checkpoint" if loss else "give --bundle or --checkpoint")
+    policy = {"preset": preset, "max_new_tokens": max_new_tokens} | ({} if cache is None else {"cache": cache})
     with contextlib.ExitStack() as stack:
         opened = TorchBundle(checkpoint) if bundle is None else stack.enter_context(dlm_runtime.open(bundle))
         if thresholds:
-            frontier(opened, lines, preset=preset, max_new_tokens=max_new_tokens)
+            frontier(opened, lines, **policy)
             return
-        result = evaluate(opened, lines, preset=preset, max_new_tokens=max_new_tokens)
+        result = evaluate(opened, lines, **policy)
     if failures:
         for prompt, wanted, given in result["failures"]:
             click.echo(f"{prompt}\n  wanted {wanted}\n  got    {given}")
