@@ -321,7 +321,7 @@ def test_a_record_of_accuracy_that_no_build_wrote_is_refused(tmp_path: Path, tex
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown architecture": (
         {"architectures": ["MysteryLM"]},
-        ("config.json: unknown architecture 'MysteryLM'", "LLaDAModelLM, DreamModel"),
+        ("config.json: unknown architecture 'MysteryLM'", "LLaDAModelLM, LLaDAMoEModelLM"),
     ),
     "no architecture": ({"architectures": []}, ("unknown architecture None", "LLaDAModelLM")),
     "architecture is an object": ({"architectures": [{"a": "b" * 10**6}]}, ("unknown architecture", "LLaDAModelLM")),

@@ -36,9 +36,10 @@ def _address_space() -> int:
 
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """How each command ends. The ``harmless`` ones come first, and end well: with them, all that is needed is loaded."""
+    """How each command ends. The ``harmless`` ones come first, and end well: with them and torch, all is loaded."""
     from click.testing import CliRunner
 
+    import dlm_export.build  # noqa: F401  # which loads torch
     from dlm_export.cli import main
 
     for arguments in harmless:

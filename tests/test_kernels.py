@@ -333,7 +333,7 @@ LIES: dict[str, tuple[str, Edit]] = {
     "an input and panels of no width": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 3, 0), _panels(2, 0, 32, 4))),
     "sums beyond 32 bits": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 1, 132_112), _panels(2, 132_112 // 4, 32, 4))),
     "an input that is one number": ("Int8Linear", _cut("Int8Linear", 0)),
-    "an input of five dimensions": ("Int8Linear", _cut("Int8Linear", 0, 1, 1, 1, 3, 64)),
+    "an input of six dimensions": ("Int8Linear", _cut("Int8Linear", 0, 1, 1, 1, 1, 3, 64)),
     "fewer INT4 columns than panels": (INT4, _attribute(INT4, "columns", [32])),
     "INT4 columns of one of three": ("Int4Linear3", _attribute("Int4Linear3", "columns", [64])),
     "groups of no inputs": (INT4, _attribute(INT4, "group_size", 0)),

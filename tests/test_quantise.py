@@ -224,7 +224,7 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph([x], [last.outputs[0]], nodes=[node, last], initializers=[w], opset_imports={"": graph.OPSET}, name="g")
-    return trace.Graph(ir.Model(inner, ir_version=11), None, torch.float32)  # type: ignore[arg-type]
+    return trace.Graph(ir.Model(inner, ir_version=11), make_network(), torch.float32)
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:

@@ -82,12 +82,12 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
     """Write ``config.json`` and ``model.safetensors`` in the family's layout; each appears whole or not at all."""
     layout, config_of = LAYOUTS[network.family]
     config = {"architectures": [network.architecture], "model_type": network.family} | config_of(network)
+    matrices = {linear.weight for linear in network.linear_layers()}
     tensors = {}
-    for name, origin in layout.origins(network).items():
+    for name in network.parameters():
         parameter = parameters[name].detach()
         # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
-        assert origin.whole is not None
-        tensors[origin.whole] = (parameter.T if origin.transpose else parameter).to(torch.bfloat16).contiguous()
+        tensors[layout.released(name)] = (parameter.T if name in matrices else parameter).to(torch.bfloat16).contiguous()
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)

@@ -18,7 +18,8 @@ import click
 import torch
 from torch import Tensor
 
-from dlm_export.network.denoiser import Denoiser, has_bf16_kernels
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.linear import has_bf16_kernels
 
 MOMENTUM, DECAY = 0.95, 0.02
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -124,7 +124,7 @@ class Layout:
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both forms."""
         matrices = {linear.weight: linear for linear in network.linear_layers()}
-        released = {parameter: self._released(parameter) for parameter in network.parameters()}
+        released = {parameter: self.released(parameter) for parameter in network.parameters()}
         stacks = {parameter: name for parameter, name in released.items() if "{e}" in name}
         merged = {parameter: name.replace(".{e}", "").removesuffix(".weight") for parameter, name in stacks.items()}
         together = next((name for name in merged.values() if name in checkpoint.tensors), None)
@@ -145,7 +145,8 @@ class Layout:
                 origins[parameter] = Origin(pieces, transpose=True, is_stacked=True)
         return origins
 
-    def _released(self, parameter: str) -> str:
+    def released(self, parameter: str) -> str:
+        """The name of a parameter's tensor; ``{e}`` in it stands for the number of an expert."""
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         if module in outside:

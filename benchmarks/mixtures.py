@@ -1,0 +1,122 @@
+"""A mixture of experts beside what it could be instead: a dense denoiser of its active size, and all experts computed.
+
+    python benchmarks/mixtures.py [--precision int8] [--rounds 9] [--json FILE]
+
+About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the three take turns in one process;
+limits are the roofline's, by what ``dlm-export bench`` measures of this machine. Memory is that of a process of its own for
+each, behind passes of 1, 32 and 256 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shapes import ROOT, machine
+from timing import interleave, show
+from watching import figures
+
+import dlm_runtime
+from dlm_export.bundle import network_of
+from dlm_export.planning import roofline
+
+LAYERS, ACTIVE, COUNT, SIZE, VOCABULARY = 8, 8, 64, 512, 32_000
+SHAPE = {
+    **{"hidden_size": 1024, "num_hidden_layers": LAYERS, "num_attention_heads": 16, "num_key_value_heads": 16},
+    **{"num_experts": COUNT, "expert_intermediate_size": SIZE, "dense_intermediate_size": ACTIVE * SIZE},
+    **{"vocab_size": VOCABULARY, "max_position_embeddings": 4096},
+    **{"mask_token_id": VOCABULARY - 1, "eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    f"{ACTIVE} of {COUNT} experts": {"num_experts_per_tok": ACTIVE, "moe_layer_freq": [1] * LAYERS},
+    "dense, active size": {"num_experts_per_tok": ACTIVE, "moe_layer_freq": [0] * LAYERS},
+    "all experts": {"num_experts_per_tok": COUNT, "moe_layer_freq": [1] * LAYERS},
+}
+PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
+
+
+def bundle_of(kind: str, precision: str) -> Path:
+    """Build a bundle once; all experts are the first kind's, by another config.json."""
+    import torch
+    from checkpoints import llada_moe_config, write_checkpoint
+
+    path = ROOT / "build" / "benchmarks" / f"bundle-{kind.replace(' ', '-').replace(',', '')}-{precision}"
+    if path.is_dir():
+        return path
+    source = path.with_name(path.name.replace("bundle", "checkpoint"))
+    config = llada_moe_config(**SHAPE, **KINDS[kind])
+    if not source.is_dir():
+        partly = source.with_suffix(".partial")
+        write_checkpoint(partly, config, dtype=torch.bfloat16, shards=4)
+        partly.rename(source)
+    command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), "--precision", precision]
+    command += ["--no-verify", "--calib-samples", "4", "--calib-states", "4"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def memory(path: Path) -> dict[str, int]:
+    """Bytes that this process holds behind passes: its own, and of mapped files."""
+    with dlm_runtime.open(path, check_hashes=False) as bundle:
+        for T, S, R in PASSES:
+            bundle.time_passes(T, S, R, 2)
+        found = figures(Path("/proc/self/status"))
+    return {"own": found["RssAnon"], "mapped": found["RssFile"]}
+
+
+def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
+    """Of each pass the least seconds, and the bytes of weights that it touches."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    network, layers = network_of(manifest), manifest["precision"].get("layers", {})
+    work = {size: roofline.work_of(network, layers, *size) for size in PASSES}
+    return {size: (roofline.limit_s(done, rates), done.weight_bytes) for size, done in work.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="int8")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # in a process of its own
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        print(json.dumps(memory(arguments.memory_of)))
+        return
+    folders = {kind: bundle_of(kind, arguments.precision) for kind in KINDS}
+    result: dict[str, Any] = {"machine": machine(), "precision": arguments.precision, "memory": {}, "passes": {}}
+    for kind, folder in folders.items():
+        told = subprocess.run(
+            [sys.executable, __file__, "--memory-of", str(folder)], check=True, capture_output=True, text=True
+        )
+        held = result["memory"][kind] = json.loads(told.stdout)
+        print(f"{kind}: {held['own'] / 2**20:.0f} MiB of its own, {held['mapped'] / 2**20:.0f} MiB mapped")
+    rates = roofline.measure(0).rates()
+    bounds = {kind: limits(folder, rates) for kind, folder in folders.items()}
+    with contextlib.ExitStack() as stack:
+        opened = {kind: stack.enter_context(dlm_runtime.open(folder, check_hashes=False)) for kind, folder in folders.items()}
+        for size in PASSES:
+
+            def time_one(bundle: dlm_runtime.Bundle, size: tuple[int, int, int]) -> float:
+                return bundle.time_passes(*size, 1)[0]
+
+            rows = interleave({kind: partial(time_one, bundle, size) for kind, bundle in opened.items()}, arguments.rounds)
+            T, S, R = size
+            show(f"T = {T}, S = {S}, R = {R}", rows, next(iter(KINDS)))
+            for kind, row in rows.items():
+                seconds, touched = bounds[kind][size]
+                row |= {"limit_ms": seconds * 1e3, "touched_bytes": touched, "times_limit": row["median_ms"] / seconds / 1e3}
+                least = f"{seconds * 1e3:.1f} ms, {touched / 2**20:.0f} MiB touched"
+                print(f"  {kind:28} limit {least}: {row['times_limit']:.2f} times")
+            result["passes"][f"T={T} S={S} R={R}"] = rows
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
