@@ -37,7 +37,7 @@ def fake_build(out: Path, name: str, force: bool) -> None:
             for path in folder.rglob("*")
             if path.is_file()
         }
-        (folder / "manifest.json").write_text(json.dumps({"schema_version": 2, "loop": {}, "name": name, "files": files}))
+        (folder / "manifest.json").write_text(json.dumps({"schema_version": 3, "loop": {}, "name": name, "files": files}))
 
 
 def fake_name(out: Path) -> str:

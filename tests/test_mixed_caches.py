@@ -163,7 +163,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     loop = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": [], "max_canvas_length": LONGEST, "shift": 0}
     loop |= {"graph": graph, "presets": {"plain": {"block_length": 8}}, "default_preset": "plain"}
     files = {"graph.onnx": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-    (folder / "manifest.json").write_text(json.dumps({"schema_version": 2, "loop": loop, "files": files}))
+    (folder / "manifest.json").write_text(json.dumps({"schema_version": 3, "loop": loop, "files": files}))
     with dlm_runtime.open(folder, threads=1) as opened:
         yield opened
 

@@ -106,7 +106,7 @@ def write_bundle(
     loop = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": [], "max_canvas_length": 256, "shift": shift}
     loop |= {"graph": graph | {"cache_dtype": cache, "ports": ports}, "presets": {"llada": {}}, "default_preset": "llada"}
     files = {name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()}
-    manifest = {"schema_version": 2, "loop": loop | {"engines": entries}, "files": files}
+    manifest = {"schema_version": 3, "loop": loop | {"engines": entries}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 

@@ -20,7 +20,7 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSchemaVersion = 2;
+constexpr int64_t kSchemaVersion = 3;
 constexpr size_t kManifestLimitBytes = 4 << 20;
 constexpr const char* kManifest = "manifest.json";
 
