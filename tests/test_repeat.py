@@ -38,6 +38,7 @@ def routed() -> tuple[LayerSpec, ...]:
 LLADA = make_network(layers=3)
 DREAM = make_network(family="dream", layers=3, heads=4, kv_heads=2, head_size=8, qkv_bias=True, shift=1)
 MIXED = mixed()
+EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
 
 def described(graph: ir.Graph) -> dict[str, Any]:
@@ -134,7 +135,14 @@ def test_a_layer_that_reads_anothers_parameters_is_refused() -> None:
 def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
     is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network = replace(MIXED, layers=(*MIXED.layers, *routed()))
-    few = described(trace_pass(network, "bf16", is_plain=is_plain).model.graph)
+    few = described(trace_once(EVERY, "bf16", is_plain=is_plain).model.graph)
     monkeypatch.setattr(definitions, "few", contextlib.nullcontext)
-    assert described(trace_pass(network, "bf16", is_plain=is_plain).model.graph) == few
+    assert described(trace_pass(EVERY, "bf16", is_plain=is_plain).model.graph) == few
+
+
+def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
+    """By which an engine's audit looks for them."""
+    paths = {node.metadata_props[LAYER_KEY] for node in trace_once(EVERY, "bf16", is_plain=True).model.graph}
+    stacks = {stack.path for stacks in EVERY.mixtures() for stack in stacks}
+    assert len(stacks) == 6
+    assert stacks <= paths

@@ -173,8 +173,8 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             raise TargetError(
                 f"target {request.targets[0].name}: layer {i} routes a token to {layer.mlp.active} of {layer.mlp.count} "
-                "experts. TensorRT's parser has no operator for that: a GPU's graph computes all of them for every token, "
-                f"which is done for up to {DENSE_EXPERTS}. Build for cpu."
+                "experts. A GPU's graph has no operator for that and computes all of them for every token, which is done for "
+                f"up to {DENSE_EXPERTS}. Build for cpu."
             )
 
 

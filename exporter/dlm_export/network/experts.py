@@ -67,8 +67,10 @@ class Stacked(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, inputs, outputs))
         self.read: Callable[[int], Tensor] | None = None
 
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        """``x @ weight`` by an expert's matrix."""
+    def forward(self, x: Tensor, expert: int | None = None) -> Tensor:
+        """``x @ weight`` by an expert's matrix; None: ``x`` ``[.., E or 1, n, in]`` by all of them."""
+        if expert is None:
+            return x @ self.weight
         return product(x, self.weight[expert] if self.read is None else self.read(expert))
 
 
@@ -116,8 +118,7 @@ class RoutedMLPs(nn.Module):
         experts = torch.arange(self.count, device=x.device)
         shares = ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)  # [B, T, E]
         wide = x.unsqueeze(1)
-        hidden = F.silu(wide @ self.gate.weight) * (wide @ self.up.weight)  # [B, E, T, size]
-        results = hidden @ self.down.weight
+        results: Tensor = self.down(F.silu(self.gate(wide)) * self.up(wide))  # [B, E, T, hidden]
         return (results * shares.permute(0, 2, 1).unsqueeze(-1)).sum(1)
 
 
