@@ -1,6 +1,6 @@
 """A mixture of experts beside what it could be instead: a dense denoiser of its active size, and all experts computed.
 
-    python benchmarks/mixtures.py [--precision int8] [--rounds 9] [--json FILE]
+    python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
 About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the three take turns in one process;
 limits are the roofline's, by what ``dlm-export bench`` measures of this machine. Memory is that of a process of its own for
@@ -26,31 +26,30 @@ import dlm_runtime
 from dlm_export.bundle import network_of
 from dlm_export.planning import roofline
 
-LAYERS, ACTIVE, COUNT, SIZE, VOCABULARY = 8, 8, 64, 512, 32_000
+ACTIVE, COUNT, SIZE, VOCABULARY = 8, 64, 512, 32_000
 SHAPE = {
-    **{"hidden_size": 1024, "num_hidden_layers": LAYERS, "num_attention_heads": 16, "num_key_value_heads": 16},
+    **{"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16},
     **{"num_experts": COUNT, "expert_intermediate_size": SIZE, "dense_intermediate_size": ACTIVE * SIZE},
     **{"vocab_size": VOCABULARY, "max_position_embeddings": 4096},
     **{"mask_token_id": VOCABULARY - 1, "eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2},
 }
-KINDS: dict[str, dict[str, Any]] = {
-    f"{ACTIVE} of {COUNT} experts": {"num_experts_per_tok": ACTIVE, "moe_layer_freq": [1] * LAYERS},
-    "dense, active size": {"num_experts_per_tok": ACTIVE, "moe_layer_freq": [0] * LAYERS},
-    "all experts": {"num_experts_per_tok": COUNT, "moe_layer_freq": [1] * LAYERS},
-}
+KINDS = {f"{ACTIVE} of {COUNT} experts": (ACTIVE, 1), "dense, active size": (ACTIVE, 0), "all experts": (COUNT, 1)}
+"""Experts a token, and whether layers have them."""
 PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
 
 
-def bundle_of(kind: str, precision: str) -> Path:
-    """Build a bundle once; all experts are the first kind's, by another config.json."""
+def bundle_of(kind: str, layers: int, precision: str) -> Path:
+    """Build a bundle once; all kinds with experts hold the same."""
     import torch
     from checkpoints import llada_moe_config, write_checkpoint
 
-    path = ROOT / "build" / "benchmarks" / f"bundle-{kind.replace(' ', '-').replace(',', '')}-{precision}"
+    path = ROOT / "build" / "benchmarks" / f"bundle-{kind.replace(' ', '-').replace(',', '')}-{layers}-{precision}"
     if path.is_dir():
         return path
     source = path.with_name(path.name.replace("bundle", "checkpoint"))
-    config = llada_moe_config(**SHAPE, **KINDS[kind])
+    active, has_experts = KINDS[kind]
+    shape = SHAPE | {"num_hidden_layers": layers, "moe_layer_freq": [has_experts] * layers, "num_experts_per_tok": active}
+    config = llada_moe_config(**shape)
     if not source.is_dir():
         partly = source.with_suffix(".partial")
         write_checkpoint(partly, config, dtype=torch.bfloat16, shards=4)
@@ -80,6 +79,7 @@ def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
@@ -88,8 +88,8 @@ def main() -> None:
     if arguments.memory_of:
         print(json.dumps(memory(arguments.memory_of)))
         return
-    folders = {kind: bundle_of(kind, arguments.precision) for kind in KINDS}
-    result: dict[str, Any] = {"machine": machine(), "precision": arguments.precision, "memory": {}, "passes": {}}
+    folders = {kind: bundle_of(kind, arguments.layers, arguments.precision) for kind in KINDS}
+    result: dict[str, Any] = {"machine": machine(), "layers": arguments.layers, "memory": {}, "passes": {}}
     for kind, folder in folders.items():
         told = subprocess.run(
             [sys.executable, __file__, "--memory-of", str(folder)], check=True, capture_output=True, text=True
