@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
-from dlm_export.families.reading import read_rope, special_tokens
-from dlm_export.families.trunks import EXPERT_NAMES
+from dlm_export.families.reading import read_rope
+from dlm_export.families.trunks import EXPERT_NAMES, expert_counts, network_of
 from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
 
 BLOCK_LENGTH = 32  # that all releases were trained by; their config.json does not say it
@@ -43,27 +43,13 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         block_length=overrides.attention_block or config.integer("block_length", default=BLOCK_LENGTH),
     )
     norm_eps = config.number("rms_norm_eps")
-    layers = config.integer("num_hidden_layers", high=1024)
-    dense = config.integer("first_k_dense_replace", default=0, low=0, high=layers)
+    count = config.integer("num_hidden_layers", high=1024)
+    dense = config.integer("first_k_dense_replace", default=0, low=0, high=count)
     experts = _experts(config, has_bias=_has(checkpoint, "mlp.gate.expert_bias"))
-    mlps: list[MlpSpec | ExpertsSpec] = [experts] * layers
+    mlps: list[MlpSpec | ExpertsSpec] = [experts] * count
     mlps[:dense] = [MlpSpec(config.integer("intermediate_size"))] * dense
-    vocab_size = config.integer("vocab_size")
-    tokens = special_tokens(checkpoint, vocab_size, overrides)
-    return NetworkSpec(
-        family="llada2",
-        architecture="LLaDA2MoeModelLM",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        layers=tuple(LayerSpec(attention, mlp, norm_eps) for mlp in mlps),
-        norm_eps=norm_eps,
-        tied_head=config.flag("tie_word_embeddings"),
-        max_canvas_length=overrides.max_canvas_length or config.integer("max_position_embeddings"),
-        shift=0,
-        mask_token_id=tokens.mask,
-        eos_token_ids=tokens.eos,
-        pad_token_id=tokens.pad,
-    )
+    layers = tuple(LayerSpec(attention, mlp, norm_eps) for mlp in mlps)
+    return network_of(checkpoint, overrides, "llada2", layers, norm_eps)
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
@@ -73,8 +59,7 @@ def _has(checkpoint: Checkpoint, tensor: str) -> bool:
 
 def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
     config.get("moe_router_enable_expert_bias")  # the tensor says it
-    count = config.integer("num_experts", low=2, high=1 << 16)
-    active = config.integer("num_experts_per_tok", high=count)
+    count, active = expert_counts(config)
     groups = config.integer("n_group", default=1, high=count)
     kept = config.integer("topk_group", default=groups, high=groups)
     if count % groups or (groups > 1 and count == groups) or active > count // groups * kept:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Overrides
-from dlm_export.families.reading import read_rope, special_tokens
-from dlm_export.families.trunks import MIXTURE
+from dlm_export.families.reading import read_rope
+from dlm_export.families.trunks import MIXTURE, expert_counts, network_of
 from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
 
 
@@ -38,28 +38,13 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     qk_norm = config.flag("qk_layernorm")
     attention = AttentionSpec(heads, kv_heads, hidden_size // heads, read_rope(config), qk_norm=qk_norm)
     norm_eps = config.number("rms_norm_eps")
-    vocab_size = config.integer("vocab_size")
-    tokens = special_tokens(checkpoint, vocab_size, overrides)
-    return NetworkSpec(
-        family="llada-moe",
-        architecture="LLaDAMoEModelLM",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        layers=tuple(LayerSpec(attention, mlp, norm_eps) for mlp in _mlps(config)),
-        norm_eps=norm_eps,
-        tied_head=config.flag("tie_word_embeddings"),
-        max_canvas_length=overrides.max_canvas_length or config.integer("max_position_embeddings"),
-        shift=0,
-        mask_token_id=tokens.mask,
-        eos_token_ids=tokens.eos,
-        pad_token_id=tokens.pad,
-    )
+    layers = tuple(LayerSpec(attention, mlp, norm_eps) for mlp in _mlps(config))
+    return network_of(checkpoint, overrides, "llada-moe", layers, norm_eps)
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
     """One a layer: ``moe_layer_freq`` has a 0 for a dense one."""
-    count = config.integer("num_experts", low=2, high=1 << 16)
-    active = config.integer("num_experts_per_tok", high=count)
+    count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
     shared = config.integer("shared_expert_intermediate_size", default=0, low=0)
     router = RouterSpec(bias=bias, renormalise=False)

@@ -67,15 +67,35 @@ def trunk_network(
         MlpSpec(config.integer("intermediate_size")),
         norm_eps,
     )
+    layers = (layer,) * config.integer("num_hidden_layers", high=1024)
+    return network_of(checkpoint, overrides, family, layers, norm_eps, shift=shift, longest=longest, mask_text=mask_text)
+
+
+def network_of(
+    checkpoint: Checkpoint,
+    overrides: Overrides,
+    family: str,
+    layers: tuple[LayerSpec, ...],
+    norm_eps: float,
+    *,
+    shift: int = 0,
+    longest: int | None = None,
+    mask_text: str | None = None,
+) -> NetworkSpec:
+    """``layers`` between what stands around them under the keys that most releases share. Raises CheckpointError.
+
+    ``longest`` and ``mask_text``: see ``trunk_network``.
+    """
+    config = checkpoint.config
     vocab_size = config.integer("vocab_size")
     tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
-    positions = config.integer("max_position_embeddings", default=longest)
+    positions = config.integer("max_position_embeddings", default=longest or overrides.max_canvas_length)
     return NetworkSpec(
         family=family,
         architecture=config.get("architectures")[0],
         vocab_size=vocab_size,
         hidden_size=config.integer("hidden_size"),
-        layers=(layer,) * config.integer("num_hidden_layers", high=1024),
+        layers=layers,
         norm_eps=norm_eps,
         tied_head=config.flag("tie_word_embeddings"),
         max_canvas_length=overrides.max_canvas_length or min(positions, longest or positions),
@@ -95,8 +115,7 @@ def mixture_network(
     for of_training in ("router_aux_loss_coef", "output_router_logits"):
         config.get(of_training)
     network = trunk_network(checkpoint, overrides, family, qkv_bias=False, qk_norm=True, block_length=block_length, shift=shift)
-    count = config.integer("num_experts", low=2, high=1 << 16)
-    active = config.integer("num_experts_per_tok", high=count)
+    count, active = expert_counts(config)
     router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # false is the class's default
     experts = ExpertsSpec(count, active, config.integer("moe_intermediate_size"), router=router)
     step, dense = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
@@ -104,6 +123,12 @@ def mixture_network(
         raise CheckpointError(f"{config.path}: mlp_only_layers must be a list of layers, found {reprlib.repr(dense)}")
     layers = (layer if i in dense or (i + 1) % step else replace(layer, mlp=experts) for i, layer in enumerate(network.layers))
     return replace(network, layers=tuple(layers))
+
+
+def expert_counts(config: Config) -> tuple[int, int]:
+    """How many experts there are, and how many of them a token is routed to. Raises CheckpointError."""
+    count = config.integer("num_experts", low=2, high=1 << 16)
+    return count, config.integer("num_experts_per_tok", high=count)
 
 
 def _attention(config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: int | None) -> AttentionSpec:

@@ -158,7 +158,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False, 
         module = Pass(Denoiser(c, is_plain)).eval()
     for mixture in module.modules():
         if isinstance(mixture, RoutedMLPs):
-            mixture.is_dense = is_plain or is_dense
+            mixture.is_dense |= is_dense
     module.denoiser.to(dtype)
     B, T, S, R = 2, 7, 5, 3
     with torch.device("meta"):
