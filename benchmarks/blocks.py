@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, machine
+from shapes import QUICKLY, built, machine, random_checkpoint
 from timing import interleave, show
 
 import dlm_runtime
@@ -33,21 +31,10 @@ GIVEN, NEW, PASSES_PER_BLOCK = 512, 128, 4
 
 def bundle_of(precision: str) -> Path:
     """Build the bundle once."""
-    path = ROOT / "build" / "benchmarks" / f"bundle-blocks-{precision}"
-    if path.is_dir():
-        return path
-    import torch
-    from checkpoints import sdar_config, write_checkpoint
+    from checkpoints import sdar_config
 
-    source = path.with_name("checkpoint-blocks")
-    if not source.is_dir():
-        partly = source.with_suffix(".partial")
-        write_checkpoint(partly, sdar_config(**SHAPE), dtype=torch.bfloat16)
-        partly.rename(source)
-    command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), "--precision", precision]
-    command += ["--no-verify", "--calib-samples", "4", "--calib-states", "4"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
+    source = random_checkpoint("blocks", sdar_config(**SHAPE))
+    return built(source, f"blocks-{precision}", "--precision", precision, *QUICKLY)
 
 
 def generate(bundle: dlm_runtime.Bundle, cache: str, canvases: dict[str, tuple[int, ...]]) -> float:

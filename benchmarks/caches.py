@@ -16,38 +16,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shapes import DEMO, ROOT, machine
+from shapes import DEMO, QUICKLY, built, machine, random_checkpoint
 from timing import cell, interleave
 
 CACHES = ("fp32", "fp16", "int8")
 BLOCK_LENGTH, LONGEST, VOCABULARY = 32, 32_768, 8_192
 HEADS = {"memory": 4, "passes": 16}
-FOLDER = ROOT / "build" / "benchmarks"
-
-
-def build(source: Path, path: Path, *arguments: str) -> Path:
-    """Build a bundle once."""
-    if not path.is_dir():
-        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
 
 
 def bundle_of(purpose: str, cache: str) -> Path:
     """The random denoiser for a key of ``HEADS``, over a cache."""
-    source, heads = FOLDER / f"checkpoint-caches-{purpose}", HEADS[purpose]
-    if not source.is_dir():
-        import torch
-        from checkpoints import llada_config, write_checkpoint
+    from checkpoints import llada_config
 
-        ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
-        ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
-        shape = {"d_model": 128 * heads, "n_layers": 2, "n_heads": heads, "n_kv_heads": heads, "mlp_hidden_size": 64 * heads}
-        partial = source.with_suffix(".partial")
-        write_checkpoint(partial, llada_config(**shape, **ids, **ends, max_sequence_length=LONGEST), dtype=torch.bfloat16)
-        partial.rename(source)
-    fast = ("--precision", "int8", "--no-verify", "--calib-samples", "4", "--calib-states", "4")
-    return build(source, FOLDER / f"bundle-caches-{purpose}-{cache}", *fast, "--cache-dtype", cache)
+    heads = HEADS[purpose]
+    ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
+    ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
+    shape = {"d_model": 128 * heads, "n_layers": 2, "n_heads": heads, "n_kv_heads": heads, "mlp_hidden_size": 64 * heads}
+    source = random_checkpoint(f"caches-{purpose}", llada_config(**shape, **ids, **ends, max_sequence_length=LONGEST))
+    return built(source, f"caches-{purpose}-{cache}", "--precision", "int8", *QUICKLY, "--cache-dtype", cache)
 
 
 def held(cache: str, length: int, threads: int) -> dict[str, int]:
@@ -79,7 +65,7 @@ def lost() -> dict[str, Any]:
     found = {}
     for cache in CACHES[1:]:
         arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")
-        bundle = build(DEMO, FOLDER / f"bundle-demo-cache-{cache}", *arguments)
+        bundle = built(DEMO, f"demo-cache-{cache}", *arguments)
         found[cache] = json.loads((bundle / "accuracy.json").read_text())["cache"]
     return found
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, machine
+from shapes import QUICKLY, built, machine, random_checkpoint
 
 NEW_TOKENS, BLOCK_LENGTH, PASSES_PER_BLOCK = 128, 32, 4
 LONGEST, VOCABULARY = 65_536, 8_192
@@ -27,24 +27,12 @@ SHAPE = {"d_model": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "mlp_hidd
 
 def bundle_of(precision: str) -> Path:
     """Build the bundle once."""
-    path = ROOT / "build" / "benchmarks" / f"bundle-long-{precision}"
-    if path.is_dir():
-        return path
-    import torch
-    from checkpoints import llada_config, write_checkpoint
+    from checkpoints import llada_config
 
-    source = path.with_name("checkpoint-long")
-    if not source.is_dir():
-        ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
-        ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
-        config = llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST)
-        partial = source.with_suffix(".partial")
-        write_checkpoint(partial, config, dtype=torch.bfloat16)
-        partial.rename(source)
-    command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), "--precision", precision]
-    command += ["--no-verify", "--calib-samples", "4", "--calib-states", "4"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
+    ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
+    ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
+    source = random_checkpoint("long", llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST))
+    return built(source, f"long-{precision}", "--precision", precision, *QUICKLY)
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:

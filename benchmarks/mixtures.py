@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, machine
+from shapes import QUICKLY, built, machine, random_checkpoint
 from timing import interleave, show
 from watching import figures
 
@@ -40,24 +40,13 @@ PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
     """Build a bundle once; all kinds with experts hold the same."""
-    import torch
-    from checkpoints import llada_moe_config, write_checkpoint
+    from checkpoints import llada_moe_config
 
-    path = ROOT / "build" / "benchmarks" / f"bundle-{kind.replace(' ', '-').replace(',', '')}-{layers}-{precision}"
-    if path.is_dir():
-        return path
-    source = path.with_name(path.name.replace("bundle", "checkpoint"))
     active, has_experts = KINDS[kind]
     shape = SHAPE | {"num_hidden_layers": layers, "moe_layer_freq": [has_experts] * layers, "num_experts_per_tok": active}
-    config = llada_moe_config(**shape)
-    if not source.is_dir():
-        partly = source.with_suffix(".partial")
-        write_checkpoint(partly, config, dtype=torch.bfloat16, shards=4)
-        partly.rename(source)
-    command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), "--precision", precision]
-    command += ["--no-verify", "--calib-samples", "4", "--calib-states", "4"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
+    name = f"{kind.replace(' ', '-').replace(',', '')}-{layers}"
+    source = random_checkpoint(name, llada_moe_config(**shape), shards=4)
+    return built(source, f"{name}-{precision}", "--precision", precision, *QUICKLY)
 
 
 def memory(path: Path) -> dict[str, int]:

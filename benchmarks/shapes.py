@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "build" / "benchmarks"
 DEMO = ROOT / "examples" / "demo-denoiser"
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -17,35 +18,50 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def checkpoint(name: str, layers: int | None = None) -> Path:
-    """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the trained one: ``demo``."""
-    if name == "demo":
-        return DEMO
-    import torch
-    from checkpoints import llada_config, write_checkpoint
+QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
+"""Options of a build from random weights, whose ranges do not change what a pass costs."""
 
-    shape = dict(SHAPES[name])
-    shape["n_layers"] = layers or shape["n_layers"]
-    path = ROOT / "build" / "benchmarks" / (f"checkpoint-{name}" if layers is None else f"checkpoint-{name}-{layers}")
-    if not (path / "config.json").is_file():
-        vocab = shape.pop("vocab")
-        ids = {"vocab_size": vocab, "embedding_size": vocab, "mask_token_id": vocab - 1, "eos_token_id": vocab - 2}
-        config = llada_config(**shape, **ids, pad_token_id=vocab - 2, max_sequence_length=4096)
+
+def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
+    """The folder of a random checkpoint in bf16, written once; ``config`` is one of tests/checkpoints.py."""
+    path = FOLDER / f"checkpoint-{name}"
+    if not path.is_dir():
+        import torch
+        from checkpoints import write_checkpoint
+
         partial = path.with_suffix(".partial")
-        write_checkpoint(partial, config, dtype=torch.bfloat16, shards=4)
+        write_checkpoint(partial, config, dtype=torch.bfloat16, shards=shards)
         partial.rename(path)
     return path
 
 
+def built(source: Path, name: str, *arguments: str) -> Path:
+    """The bundle of a checkpoint, built once."""
+    path = FOLDER / f"bundle-{name}"
+    if not path.is_dir():
+        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def checkpoint(name: str, layers: int | None = None) -> Path:
+    """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the trained one: ``demo``."""
+    if name == "demo":
+        return DEMO
+    from checkpoints import llada_config
+
+    shape = dict(SHAPES[name])
+    shape["n_layers"] = layers or shape["n_layers"]
+    vocab = shape.pop("vocab")
+    ids = {"vocab_size": vocab, "embedding_size": vocab, "mask_token_id": vocab - 1, "eos_token_id": vocab - 2}
+    config = llada_config(**shape, **ids, pad_token_id=vocab - 2, max_sequence_length=4096)
+    return random_checkpoint(name if layers is None else f"{name}-{layers}", config, shards=4)
+
+
 def bundle_of(size: str, precision: str) -> Path:
     """Build the bundle of a size once."""
-    path = ROOT / "build" / "benchmarks" / f"bundle-{size}-{precision}"
-    if not path.is_dir():
-        arguments = [str(checkpoint(size)), "-o", str(path), "--precision", precision, "--no-verify"]
-        if size != "demo":  # ranges of random weights do not change what a pass costs
-            arguments += ["--calib-samples", "4", "--calib-states", "4"]
-        subprocess.run([sys.executable, "-m", "dlm_export.cli", "build", *arguments], check=True, stdout=subprocess.DEVNULL)
-    return path
+    options = ("--no-verify",) if size == "demo" else QUICKLY
+    return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 
 
 def machine() -> dict[str, Any]:
