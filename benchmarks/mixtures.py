@@ -4,7 +4,7 @@
 
 About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the three take turns in one process;
 limits are the roofline's, by what ``dlm-export bench`` measures of this machine. Memory is that of a process of its own for
-each, behind passes of 1, 32 and 256 tokens.
+each, behind passes of 1, 4, 32 and 256 tokens, and behind one of one token alone: experts that no token chose are not read.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def bundle_of(kind: str, layers: int, precision: str) -> Path:
 
 
 def memory(path: Path) -> dict[str, int]:
-    """Bytes that this process holds behind passes: its own, and of mapped files."""
+    """Bytes that this process holds behind passes: its own, and of mapped files, also where few tokens were routed."""
     with dlm_runtime.open(path, check_hashes=False) as bundle:
+        bundle.time_passes(1, 0, 1, 1)
+        few = figures(Path("/proc/self/status"))["RssFile"]
         for T, S, R in PASSES:
             bundle.time_passes(T, S, R, 2)
         found = figures(Path("/proc/self/status"))
-    return {"own": found["RssAnon"], "mapped": found["RssFile"]}
+    return {"own": found["RssAnon"], "mapped": found["RssFile"], "mapped_behind_one_token": few}
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
@@ -84,7 +86,8 @@ def main() -> None:
             [sys.executable, __file__, "--memory-of", str(folder)], check=True, capture_output=True, text=True
         )
         held = result["memory"][kind] = json.loads(told.stdout)
-        print(f"{kind}: {held['own'] / 2**20:.0f} MiB of its own, {held['mapped'] / 2**20:.0f} MiB mapped")
+        print(f"{kind}: {held['own'] / 2**20:.0f} MiB of its own, {held['mapped'] / 2**20:.0f} MiB mapped,", end=" ")
+        print(f"{held['mapped_behind_one_token'] / 2**20:.0f} MiB behind passes of one token")
     rates = roofline.measure(0).rates()
     bounds = {kind: limits(folder, rates) for kind, folder in folders.items()}
     with contextlib.ExitStack() as stack:
