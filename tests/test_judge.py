@@ -24,7 +24,7 @@ from dlm_export.judging.judge import Budgets, Judgement
 from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, scores
 from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.judging.torch_predictor import TorchPredictor
-from dlm_export.network import reference
+from dlm_export.network import proposers
 from dlm_export.network.passes import Span
 from dlm_export.network.reference import fill
 from dlm_export.network.turns import Canvas, Turn, choose_in, start_canvas
@@ -285,7 +285,7 @@ def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -
     logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)
     logits[:, MASK] = -np.inf
     turn = Turn(3, 43, 1, 5, Span(0, 43, "drop"), 3 + np.arange(40), 6)
-    ours, theirs = scores(turn, logits, policy), reference.scores(turn, torch.from_numpy(logits), policy)
+    ours, theirs = scores(turn, logits, policy), proposers.scores(turn, torch.from_numpy(logits), policy)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
     guess = logits.argmax(-1)
     np.testing.assert_array_equal(choose_in(turn, guess, ours, policy), choose_in(turn, guess, theirs, policy))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlm_export.judging.predictors import View, rows_of
-from dlm_export.network import reference as loop
+from dlm_export.network import proposers
 from dlm_export.network.layered import Carried, Layered
 from dlm_export.network.turns import Turn, Walk
 from dlm_export.network.walks import Walked
@@ -77,7 +77,7 @@ class SweptPredictor:
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         """See ``Scorer``."""
-        return loop.scores(turn, torch.from_numpy(logits), policy)
+        return proposers.scores(turn, torch.from_numpy(logits), policy)
 
     @torch.no_grad()
     def _logits(self, features: Tensor) -> np.ndarray:

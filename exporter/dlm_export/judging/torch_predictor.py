@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dlm_export.network import proposers
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import Canvas, Turn, start_canvas
@@ -49,4 +50,4 @@ class TorchPredictor:
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         """See ``Predictor``."""
-        return loop.scores(turn, torch.from_numpy(logits), policy)
+        return proposers.scores(turn, torch.from_numpy(logits), policy)

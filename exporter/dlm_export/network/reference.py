@@ -4,9 +4,8 @@ It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, al
 (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487: timestep schedule, entropy and
 margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded sampling (arXiv:2505.24857).
 
-``turns`` keeps the books of blocks and steps and says what commits; this runs the passes of one request (``lockstep`` those of
-many). The papers leave open what is ruled there, and here: the mask token is never predicted; equal predictions take the lowest
-id.
+``turns`` keeps the books of blocks and steps and says what commits, ``proposers`` which token a row would take; this runs the
+passes of one request (``lockstep`` those of many).
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from torch import Tensor
 from dlm_export.network.caches import read_back
 from dlm_export.network.denoiser import Denoiser, Past
 from dlm_export.network.passes import Span
+from dlm_export.network.proposers import Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, Turn, choose_in, random_scores, scored_by, start_canvas, turns
+from dlm_export.network.turns import Canvas, choose_in, start_canvas, turns
 from dlm_runtime.policy import Policy
 
 
@@ -32,20 +32,6 @@ class Reference:
 
     tokens: list[int]
     nfe: int
-
-
-def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
-    """How sure the policy is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``; higher is surer."""
-    by = scored_by(turn, policy)
-    if by == "random":
-        return random_scores(turn, policy)
-    probs = logits.softmax(-1)
-    if by == "entropy":
-        found = (probs * (probs + 1e-10).log()).sum(-1)
-    else:
-        best = probs.topk(2).values
-        found = best[:, 0] - best[:, 1] if by == "margin" else best[:, 0]
-    return found.double().cpu().numpy()
 
 
 def outside(past: Past | None, span: Span) -> Past | None:
@@ -71,9 +57,12 @@ def store(past: Past | None, new: Past, span: Span) -> Past:
 class Run:
     """One request between its passes: who runs it asks for a pass (``advance``), and gives the logits of its ``rows``."""
 
-    def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy, steps: int = 0) -> None:
-        """``steps``: see ``generate``."""
+    def __init__(
+        self, network: NetworkSpec, canvas: Canvas, policy: Policy, steps: int = 0, proposer: Proposer | None = None
+    ) -> None:
+        """``steps``: see ``generate``. ``proposer``: None for the policy's own."""
         self.network, self.policy = network, policy
+        self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
         self._turns = turns(Canvas(self.tokens, self.undecided), policy, network, steps)
@@ -85,8 +74,11 @@ class Run:
 
     def advance(self) -> Span | None:
         """The rows of the canvas that the next pass computes; None: nothing is left to do."""
+        before = self.undecided.copy()
         turn = next(self._turns, None)
         if turn is None:
+            ended = np.flatnonzero(before & ~self.undecided)
+            self.proposer.note(ended, self.tokens[ended])
             return None
         self._turn = turn
         return turn.span
@@ -97,15 +89,17 @@ class Run:
         return torch.from_numpy((self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first)
 
     def commit(self, logits: Tensor) -> None:
-        """Commit what the policy chooses by the logits fp32 ``[M, V]`` of ``rows``, which are written to."""
-        turn, policy = self._turn, self.policy
+        """Commit what the policy chooses by the raw logits fp32 ``[M, V]`` of ``rows``."""
+        turn, proposer = self._turn, self.proposer
         self.nfe += 1
-        logits[:, self.network.mask_token_id] = -torch.inf
-        guess = logits.argmax(-1).cpu().numpy()
-        chosen = choose_in(turn, guess, scores(turn, logits, policy), policy)
+        proposals = proposer.propose(turn, self.canvas, logits)
+        chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
+        chosen = proposer.limit(turn, proposals, chosen)
+        assert turn.standing is not None or chosen.any() or not len(chosen)
         committed = turn.positions[chosen]
-        self.tokens[committed] = guess[chosen]
+        self.tokens[committed] = proposals.tokens[chosen]
         self.undecided[committed] = False
+        proposer.note(committed, proposals.tokens[chosen])
 
 
 def generate(

@@ -225,7 +225,7 @@ void start(dlm_session& session, const dlm_generate_options& options, const int3
   std::vector<dlm::Request> one;
   one.push_back(make_request(session, policy, options, tokens, count, ""));
   check_capacity(capacity, one[0].canvas().size());
-  session.batch.emplace(session.bundle.manifest.denoiser, policy, std::move(one));
+  session.batch.emplace(session.bundle.manifest.denoiser, std::move(one));
   session.counts = {};
 }
 
@@ -491,7 +491,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
     for (const auto& batch : batches) {
       std::vector<dlm::Request> together;
       for (const size_t number : batch) together.push_back(std::move(made[number]));
-      session->batch.emplace(session->bundle.manifest.denoiser, policy, std::move(together));
+      session->batch.emplace(session->bundle.manifest.denoiser, std::move(together));
       while (!session->batch->done()) step(*session);
       for (size_t i = 0; i < batch.size(); ++i) {
         const dlm::Request& done = session->batch->requests()[i];

@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "error.h"
-#include "random.h"
 
 namespace dlm {
 namespace {
@@ -109,12 +108,13 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
 }
 
 Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy, std::vector<int32_t> canvas,
-                 std::vector<uint8_t> undecided, int32_t steps, std::string name)
+                 std::vector<uint8_t> undecided, int32_t steps, std::string name, std::unique_ptr<Proposer> proposer)
     : denoiser_(denoiser),
       policy_(suit_policy(policy, denoiser.visible_block, denoiser.shift)),
       name_(std::move(name)),
       canvas_(std::move(canvas)),
-      undecided_(std::move(undecided)) {
+      undecided_(std::move(undecided)),
+      proposer_(proposer != nullptr ? std::move(proposer) : make_proposer(denoiser, policy_)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
@@ -159,10 +159,10 @@ bool Request::fits(const Request& other) const {
   const auto same = [](const Stage& one, const Stage& two) {
     return one.rows == two.rows && one.use == two.use && one.block == two.block;
   };
-  if (canvas_.size() != other.canvas_.size()) return false;
-  if (policy_.cache == Cache::none) return true;
+  if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
+  if (!has_cache()) return true;
   // A pass more, for a slower request, would store other rows than the last one that this one's block took.
-  if (policy_.store == Store::reuse) return false;
+  if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
 
@@ -174,15 +174,17 @@ size_t Request::find_positions() {
   return positions_.size();
 }
 
+Needs Request::needs() const { return positions_.empty() ? Needs{} : proposer_->needs(turn()); }
+
 void Request::step(const Predictions& predictions, Buffers& buffers) {
-  ++nfe_;
   committed_ = 0;
   std::fill(guess_.begin(), guess_.end(), -1);
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
-    score(predictions, buffers);
-    is_editing_ ? edit(predictions, buffers) : commit(predictions, buffers);
+    propose(predictions, buffers.proposals);
+    is_editing_ ? edit(buffers.proposals) : commit(buffers.proposals);
   }
+  ++nfe_;
   is_made_ = true;
   ++(is_editing_ ? edits_ : step_);
   view_start_ = stage().block.first;
@@ -190,74 +192,75 @@ void Request::step(const Predictions& predictions, Buffers& buffers) {
   settle();
 }
 
-void Request::score(const Predictions& predictions, Buffers& buffers) const {
-  const auto top_k = static_cast<size_t>(denoiser_.top_k);
-  buffers.scores.resize(positions_.size());
-  for (size_t i = 0; i < positions_.size(); ++i) {
-    const int32_t token = predictions.tokens[i * top_k];
-    const float best = predictions.probs[i * top_k], second = predictions.probs[i * top_k + 1];
+void Request::propose(const Predictions& predictions, Proposals& proposals) {
+  proposals.resize(positions_.size());
+  proposer_->propose(turn(), predictions, proposals);
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const int32_t token = proposals.tokens[row];
     if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
-      fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[i]);
-    double& score = buffers.scores[i];
-    switch (is_editing_ ? Score::confidence : policy_.score) {
-      case Score::confidence:
-        score = best;
-        break;
-      case Score::margin:
-        score = best - second;
-        break;
-      case Score::entropy:
-        score = predictions.entropy[i];
-        break;
-      case Score::random:
-        score = random_score(policy_.seed, static_cast<uint32_t>(nfe_ - 1), static_cast<uint32_t>(positions_[i]));
-        break;
-    }
-    if (!std::isfinite(best) || !std::isfinite(score))
+      fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[row]);
+    if (!std::isfinite(proposals.probs[row]) || !std::isfinite(proposals.scores[row]))
       fail(DLM_ENGINE_FAILED,
            "the denoiser's prediction at position %d is not finite: weights are damaged, or overflow at this precision",
-           positions_[i]);
+           positions_[row]);
   }
   // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening one has the row before the
   // block, which predicts its first position: that position is taken as sure there, so that it commits.
   const bool is_opening = !stage().is_repeated && (policy_.cache == Cache::prefix || policy_.cache == Cache::dual);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
     // Never below another, whatever the graph calls a probability: left undecided, it would be scored by row -1.
-    const double best = *std::max_element(buffers.scores.begin(), buffers.scores.end());
-    buffers.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
+    const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
+    proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
 }
 
-void Request::commit(const Predictions& predictions, Buffers& buffers) {
+void Request::commit(const Proposals& proposals) {
   const int32_t steps = stage().steps;
   const int32_t planned =
       policy_.commit == Commit::timestep
           ? timestep_count(static_cast<int32_t>(positions_.size()), step_, steps, policy_.timestep_eps)
           : even_count(masked_, step_, steps);
-  committed_ = choose(policy_, buffers.scores, planned, buffers.order);
-  for (size_t rank = 0; rank < buffers.order.size(); ++rank) {
-    const auto row = static_cast<size_t>(buffers.order[rank]);
-    const auto position = static_cast<size_t>(positions_[row]);
-    const int32_t token = predictions.tokens[row * static_cast<size_t>(denoiser_.top_k)];
-    if (rank < static_cast<size_t>(committed_)) {
-      canvas_[position] = token;
-      undecided_[position] = 0;
-    } else {
-      guess_[position] = token;
-      score_[position] = static_cast<float>(buffers.scores[row]);
-    }
+  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned, order_)));
+  limit(proposals, order_);
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    guess_[static_cast<size_t>(positions_[row])] = proposals.tokens[row];
+    score_[static_cast<size_t>(positions_[row])] = static_cast<float>(proposals.scores[row]);
   }
+  for (const int32_t row : order_) {
+    const auto position = static_cast<size_t>(positions_[static_cast<size_t>(row)]);
+    take(positions_[static_cast<size_t>(row)], proposals.tokens[static_cast<size_t>(row)]);
+    guess_[position] = -1;
+    score_[position] = 0;
+  }
+  committed_ = static_cast<int32_t>(order_.size());
 }
 
 // LLaDA2.1: what is decided changes where another token is surely better.
-void Request::edit(const Predictions& predictions, const Buffers& buffers) {
-  for (size_t row = 0; row < positions_.size(); ++row) {
-    int32_t& standing = canvas_[static_cast<size_t>(positions_[row])];
-    const int32_t token = predictions.tokens[row * static_cast<size_t>(denoiser_.top_k)];
-    if (token == standing || !(buffers.scores[row] > policy_.edit_threshold)) continue;
-    standing = token;
-    ++committed_;
-  }
+void Request::edit(const Proposals& proposals) {
+  order_.clear();
+  for (size_t row = 0; row < positions_.size(); ++row)
+    if (proposals.tokens[row] != canvas_[static_cast<size_t>(positions_[row])] && proposals.scores[row] > policy_.edit_threshold)
+      order_.push_back(static_cast<int32_t>(row));
+  std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+    return proposals.scores[static_cast<size_t>(a)] > proposals.scores[static_cast<size_t>(b)];
+  });
+  limit(proposals, order_);
+  for (const int32_t row : order_)
+    take(positions_[static_cast<size_t>(row)], proposals.tokens[static_cast<size_t>(row)]);
+  committed_ = static_cast<int32_t>(order_.size());
+}
+
+void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) const {
+  const size_t before = chosen.size();
+  proposer_->limit(turn(), proposals, chosen);
+  if (chosen.size() > before || (chosen.empty() && !is_editing_))
+    fail(DLM_INTERNAL, "a proposer left %zu of %zu positions to commit", chosen.size(), before);
+}
+
+void Request::take(int32_t position, int32_t token) {
+  canvas_[static_cast<size_t>(position)] = token;
+  undecided_[static_cast<size_t>(position)] = 0;
+  proposer_->note(position, token);
 }
 
 // Goes on to the stage that has a pass to make.
@@ -288,8 +291,7 @@ bool Request::end_early(Range block) {
     const auto at = static_cast<size_t>(i);
     if (is_given_[at] || std::find(eos.begin(), eos.end(), canvas_[at]) == eos.end()) continue;
     for (size_t later = 0; later < canvas_.size(); ++later)
-      if (undecided_[later] != 0) canvas_[later] = eos.front();
-    undecided_.assign(undecided_.size(), 0);
+      if (undecided_[later] != 0) take(static_cast<int32_t>(later), eos.front());
     stage_ = plan_.size();
     return true;
   }
@@ -317,19 +319,20 @@ bool Batch::done() const {
 void Batch::step(Context& context, Buffers& buffers) {
   if (done()) return;
   const Stopwatch total(stats_.total_s);
-  const std::vector<Turn> turns = find_turns();
-  const dlm_pass pass = run_pass(turns, context, buffers);
+  const std::vector<Part> parts = find_parts();
+  const dlm_pass pass = run_pass(parts, context, buffers);
   const Stopwatch timer(stats_.selection_s);
-  for (const Turn& turn : turns) {
-    const size_t first = turn.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
-    const Predictions predictions{pass.top_tokens + candidate, pass.top_probs + candidate, buffers.entropy.data() + first};
-    with_name(turn.request->name(), [&] { turn.request->step(predictions, buffers); });
+  for (const Part& part : parts) {
+    const size_t first = part.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
+    const Predictions predictions{pass.top_tokens + candidate, pass.top_probs + candidate,
+                                  pass.entropy == nullptr ? nullptr : pass.entropy + first,
+                                  pass.logits == nullptr ? nullptr : pass.logits + first * static_cast<size_t>(denoiser_.vocab_size)};
+    with_name(part.request->name(), [&] { part.request->step(predictions, buffers); });
   }
 }
 
 // Who takes part in the next pass, all of them over the same range.
-std::vector<Batch::Turn> Batch::find_turns() {
-  const bool has_cache = policy_.cache != Cache::none;
+std::vector<Batch::Part> Batch::find_parts() {
   const Request* slowest = nullptr;
   for (const Request& request : requests_)
     if (!request.done() && (slowest == nullptr || request.stage_number() < slowest->stage_number())) slowest = &request;
@@ -339,32 +342,39 @@ std::vector<Batch::Turn> Batch::find_turns() {
     for (size_t i = 0; i < requests_.size(); ++i)
       if (!requests_[i].done()) rows_.push_back(i);
   }
-  std::vector<Turn> turns;
+  std::vector<Part> parts;
   for (size_t row = 0; row < rows_.size(); ++row) {
     Request& request = requests_[rows_[row]];
-    if (request.done() || (has_cache && request.stage_number() != slowest->stage_number())) continue;
-    turns.push_back({&request, row});
+    if (request.done() || (request.has_cache() && request.stage_number() != slowest->stage_number())) continue;
+    parts.push_back({&request, row});
   }
-  return turns;
+  return parts;
 }
 
-dlm_pass Batch::run_pass(const std::vector<Turn>& turns, Context& context, Buffers& buffers) {
-  const Stage stage = turns.front().request->stage();
+dlm_pass Batch::run_pass(const std::vector<Part>& parts, Context& context, Buffers& buffers) {
+  const Stage stage = parts.front().request->stage();
   const Range rows = stage.rows;
   std::vector<const std::vector<int32_t>*> canvases;
   for (const size_t number : rows_) canvases.push_back(&requests_[number].canvas());
   dlm_pass pass = prepare_pass(canvases, rows.first, rows.last, buffers);
   pass.cached = stage.cached;
   size_t most = 1;  // a pass scores a row at least, whoever looks at it
-  for (const Turn& turn : turns) most = std::max(most, turn.request->find_positions());
+  Needs needs;
+  for (const Part& part : parts) {
+    most = std::max(most, part.request->find_positions());
+    const Needs own = part.request->needs();
+    needs.entropy |= own.entropy;
+    needs.logits |= own.logits;
+  }
   buffers.score_rows.assign(rows_.size() * most, 0);  // a place that exists, where a request has fewer
-  for (const Turn& turn : turns) {
-    int64_t* row = buffers.score_rows.data() + turn.row * most;
-    for (const int32_t position : turn.request->positions()) *row++ = std::max(position - denoiser_.shift, 0) - rows.first;
+  for (const Part& part : parts) {
+    int64_t* row = buffers.score_rows.data() + part.row * most;
+    for (const int32_t position : part.request->positions()) *row++ = std::max(position - denoiser_.shift, 0) - rows.first;
   }
   prepare_scores(denoiser_, pass, buffers);
-  buffers.entropy.resize(buffers.score_rows.size());
-  pass.entropy = policy_.needs_entropy() ? buffers.entropy.data() : nullptr;
+  const size_t scored = buffers.score_rows.size();
+  if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
+  if (needs.logits) buffers.logits.resize(scored * static_cast<size_t>(denoiser_.vocab_size)), pass.logits = buffers.logits.data();
   const bool is_stored = stage.use != CacheUse::none && stage.use != CacheUse::read;
   if (pass.cached > 0 && !(kept_ == rows)) {
     const Stopwatch timer(stats_.cache_s);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "error.h"
 #include "plan.h"
 #include "policy.h"
+#include "proposer.h"
 
 namespace dlm {
 
@@ -25,32 +27,28 @@ struct Denoiser {
 // Inputs and outputs of passes, which outlive a batch, so that the next one of the same size allocates nothing.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
-  std::vector<int32_t> top_tokens, order;
-  std::vector<float> top_probs, entropy;
-  std::vector<double> scores;
+  std::vector<int32_t> top_tokens;
+  std::vector<float> top_probs, entropy, logits;
+  Proposals proposals;
 };
 
 // The most requests that a pass takes: sizes of its arrays stay far from overflow.
 constexpr int32_t kMostRequests = 4096;
 
-// What a pass says of a request's scored rows: of each the candidates, top_k of them, and the entropy if it was asked for.
-struct Predictions {
-  const int32_t* tokens;
-  const float *probs, *entropy;
-};
-
-// A request's canvas: which of its positions passes score, and what their candidates commit. It makes no passes itself.
+// A request's canvas: which of its positions passes score, and what commits of what its proposer makes of them. It makes no passes
+// itself.
 class Request {
  public:
   // undecided says for each position of the canvas whether a token is wanted there, whatever token passes shall see until then;
   // ids and lengths are checked already. steps > 0 plans that many passes for the whole generation. name: what its errors start
   // with, such as "request 3: ". Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), where it may need a pass that the engine
-  // does not take as well.
+  // does not take as well. proposer: NULL for the policy's own.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy, std::vector<int32_t> canvas,
-          std::vector<uint8_t> undecided, int32_t steps, std::string name = "");
+          std::vector<uint8_t> undecided, int32_t steps, std::string name = "", std::unique_ptr<Proposer> proposer = nullptr);
 
   // Whether both can be in one batch: over a cache, their passes run over the same rows.
   bool fits(const Request& other) const;
+  bool has_cache() const { return policy_.cache != Cache::none; }
 
   bool done() const { return stage_ == plan_.size(); }
   size_t stage_number() const { return stage_; }
@@ -64,16 +62,20 @@ class Request {
   // Finds the positions that the next pass scores; returns how many they are. None where it only stores.
   size_t find_positions();
   const std::vector<int32_t>& positions() const { return positions_; }  // ascending
+  Needs needs() const;                                                   // of that pass; nothing where it scores none
 
-  // Commits after a pass that scored what find_positions found. Throws Error(DLM_ENGINE_FAILED) for impossible candidates.
+  // Commits after a pass that scored what find_positions found. Throws Error(DLM_ENGINE_FAILED) for impossible predictions.
   void step(const Predictions& predictions, Buffers& buffers);
 
  private:
+  Turn turn() const { return {canvas_, undecided_, positions_, stage().block, nfe_, is_editing_}; }
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
-  void score(const Predictions& predictions, Buffers& buffers) const;
-  void commit(const Predictions& predictions, Buffers& buffers);
-  void edit(const Predictions& predictions, const Buffers& buffers);
+  void propose(const Predictions& predictions, Proposals& proposals);
+  void commit(const Proposals& proposals);
+  void edit(const Proposals& proposals);
+  void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
+  void take(int32_t position, int32_t token);
   void settle();
   bool end_early(Range block);
 
@@ -90,21 +92,21 @@ class Request {
   int32_t edits_ = 0;                          // passes over its full block
   int32_t nfe_ = 0;
   std::vector<int32_t> positions_;  // what find_positions found
-  std::vector<int32_t> guess_;
+  std::unique_ptr<Proposer> proposer_;
+  std::vector<int32_t> order_, guess_;
   std::vector<float> score_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
 };
 
-// Requests of one policy that go through their passes together; one alone is a batch too.
+// Requests, whatever their policies, that go through their passes together; one alone is a batch too.
 //
 // Over a cache they go in lockstep, as its rows are moved for all of them alike: a request that has finished a stage waits for
 // the slowest, its rows computed and ignored. A request that is done leaves at the next pass that reads no cache, which over the
 // cache `block` means the first block alone. Without a cache each goes at its own pace and leaves when it is done. A request gets what it would get alone, after as many passes.
 class Batch {
  public:
-  // All fit each other; there is at least one. policy: theirs.
-  Batch(const Denoiser& denoiser, const Policy& policy, std::vector<Request> requests)
-      : denoiser_(denoiser), policy_(policy), requests_(std::move(requests)) {}
+  // All fit each other; there is at least one.
+  Batch(const Denoiser& denoiser, std::vector<Request> requests) : denoiser_(denoiser), requests_(std::move(requests)) {}
 
   // One pass and its commits; nothing once done. Throws what the context throws; the batch is then unusable.
   void step(Context& context, Buffers& buffers);
@@ -116,16 +118,15 @@ class Batch {
 
  private:
   // A request that takes part in a pass, and which of the batch's rows is its.
-  struct Turn {
+  struct Part {
     Request* request;
     size_t row;
   };
 
-  std::vector<Turn> find_turns();
-  dlm_pass run_pass(const std::vector<Turn>& turns, Context& context, Buffers& buffers);
+  std::vector<Part> find_parts();
+  dlm_pass run_pass(const std::vector<Part>& parts, Context& context, Buffers& buffers);
 
   const Denoiser& denoiser_;
-  Policy policy_;
   std::vector<Request> requests_;
   std::vector<size_t> rows_;  // by row of the passes: whose it is
   Range kept_{0, 0};          // outside of which the cache's rows were kept, and nothing was stored since; or of no tokens

@@ -425,7 +425,7 @@ void test_rows_through_whole_requests(Tally& tally) {
             canvas[0] = 1, undecided[0] = 0;
             std::vector<dlm::Request> requests;
             for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
-            dlm::Batch together(denoiser, policy, std::move(requests));
+            dlm::Batch together(denoiser, std::move(requests));
             dlm::Buffers buffers;
             while (!together.done()) together.step(*context, buffers);
             wrong += rows.wrong + (rows.passes != length - 1);
@@ -456,7 +456,7 @@ void test_rows_that_are_appended(Tally& tally) {
             for (size_t i = 0; i < static_cast<size_t>(given); ++i) canvas[i] = 1, undecided[i] = 0;
             std::vector<dlm::Request> requests;
             for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
-            dlm::Batch together(denoiser, policy, std::move(requests));
+            dlm::Batch together(denoiser, std::move(requests));
             dlm::Buffers buffers;
             while (!together.done()) together.step(*context, buffers);
             const dlm_pass_counts& counts = together.counts();
@@ -483,10 +483,79 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
       tokens[2 * row] = 10 + position;
       probs[2 * row] = 0.9f - 0.01f * static_cast<float>(position);
     }
-    request.step({tokens.data(), probs.data(), entropy.data()}, buffers);
+    request.step({tokens.data(), probs.data(), entropy.data(), nullptr}, buffers);
   }
   CHECK(request.done() && request.undecided() == std::vector<uint8_t>(request.canvas().size(), 0));
   return request.canvas();
+}
+
+// Proposes what logits say least of, lets one position commit a pass, the last one, and keeps what it is told.
+class Least final : public dlm::Proposer {
+ public:
+  Least(int32_t vocab_size, std::map<int32_t, int32_t>& told) : vocab_size_(vocab_size), told_(told) {}
+
+  dlm::Needs needs(const dlm::Turn&) const override { return {false, true}; }
+  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions, dlm::Proposals& proposals) override {
+    for (size_t row = 0; row < turn.positions.size(); ++row) {
+      const float* const logits = predictions.logits + row * static_cast<size_t>(vocab_size_);
+      proposals.tokens[row] = static_cast<int32_t>(std::min_element(logits, logits + vocab_size_) - logits);
+      proposals.scores[row] = 1, proposals.probs[row] = 0.5;
+    }
+  }
+  void limit(const dlm::Turn&, const dlm::Proposals&, std::vector<int32_t>& chosen) const override {
+    chosen = {*std::max_element(chosen.begin(), chosen.end())};
+  }
+  void note(int32_t position, int32_t token) override { told_[position] = token; }
+
+ private:
+  const int32_t vocab_size_;
+  std::map<int32_t, int32_t>& told_;
+};
+
+// Two requests of a batch, each with its own rule and proposer: what a pass gives is what one of them needs.
+void test_proposers_side_by_side(Tally& tally) {
+  struct Seen {
+    int with_logits = 0, with_entropy = 0, passes = 0;
+  } seen;
+  const dlm_pass_fn run = [](void* user, const dlm_pass* pass) -> dlm_status {
+    auto& counts = *static_cast<Seen*>(user);
+    ++counts.passes;
+    counts.with_logits += pass->logits != nullptr;
+    counts.with_entropy += pass->entropy != nullptr;
+    for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
+      const int64_t* const of_request = pass->position_ids + row / pass->rows * pass->tokens;
+      pass->top_tokens[2 * row] = 1, pass->top_tokens[2 * row + 1] = 2;
+      pass->top_probs[2 * row] = 0.9f, pass->top_probs[2 * row + 1] = 0.1f;
+      for (int32_t v = 0; pass->logits != nullptr && v < 30; ++v)
+        pass->logits[row * 30 + v] = v == 20 + of_request[pass->score_rows[row]] ? -1.0f : 0.0f;
+    }
+    return DLM_OK;
+  };
+  const dlm::Denoiser denoiser{30, 9, 64, 2, 0, false, {{1, 2, 4}}, {}};
+  const auto engine = dlm::make_callback(run, &seen, denoiser.cache);
+  const auto context = engine->open_context(64);
+  dlm_policy all = dlm::default_policy();
+  all.commit = "threshold";
+  std::map<int32_t, int32_t> told;
+  std::vector<dlm::Request> requests;
+  for (const bool is_own : {false, true}) {
+    std::unique_ptr<dlm::Proposer> own;
+    if (is_own) own = std::make_unique<Least>(30, told);
+    requests.emplace_back(denoiser, *engine, dlm::check_policy(is_own ? all : dlm::default_policy()), std::vector<int32_t>{3, 9, 9, 9, 9},
+                          std::vector<uint8_t>{0, 1, 1, is_own, is_own}, 0, "", std::move(own));
+  }
+  dlm::Batch batch(denoiser, std::move(requests));
+  dlm::Buffers buffers;
+  std::vector<std::vector<int32_t>> canvases;
+  while (!batch.done()) {
+    batch.step(*context, buffers);
+    canvases.push_back(batch.requests()[1].canvas());
+  }
+  CHECK((batch.requests()[0].canvas() == std::vector<int32_t>{3, 1, 1, 9, 9}) && batch.requests()[0].nfe() == 2);
+  CHECK((canvases[0] == std::vector<int32_t>{3, 9, 9, 9, 24}) && (canvases[1] == std::vector<int32_t>{3, 9, 9, 23, 24}));
+  CHECK((batch.requests()[1].canvas() == std::vector<int32_t>{3, 21, 22, 23, 24}) && batch.requests()[1].nfe() == 4);
+  CHECK((told == std::map<int32_t, int32_t>{{1, 21}, {2, 22}, {3, 23}, {4, 24}}));
+  CHECK(seen.passes == 4 && seen.with_logits == 4 && seen.with_entropy == 0);
 }
 
 void test_undecided_is_not_the_mask_token(Tally& tally) {
@@ -559,6 +628,7 @@ int main() {
   test_rows_through_random_ranges(tally);
   test_rows_through_whole_requests(tally);
   test_rows_that_are_appended(tally);
+  test_proposers_side_by_side(tally);
   test_undecided_is_not_the_mask_token(tally);
   test_tensorrt_plans(tally);
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
