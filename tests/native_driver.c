@@ -506,8 +506,12 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_POLICY(factor, -1.0, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(entropy_bound, -0.1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(timestep_eps, 0.0, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(temperature, 1.0, DLM_UNSUPPORTED);
-  REFUSE_POLICY(temperature, (double)NAN, DLM_UNSUPPORTED);
+  REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* of argmax */
+  REFUSE_POLICY(temperature, (double)NAN, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(select, "sample", DLM_INVALID_ARGUMENT); /* at temperature 0 */
+  REFUSE_POLICY(top_p, 1.5, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(top_k, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_VALUE(score_of);
   good = options_of(&policy, 8);
   policy.commit = "threshold";
   policy.score = "entropy";

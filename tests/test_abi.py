@@ -28,7 +28,7 @@ PRESET: dict[str, Any] = json.loads((resources.files(dlm_runtime) / "manifest.sc
 GROWING = ("dlm_denoiser", "dlm_policy", "dlm_open_options", "dlm_generate_options")
 # A library that runs callbacks and opens bundles without an engine: the quickest to compile.
 ENGINES = ["engine_callback", "engine_host", "engine_no_tensorrt"]
-UNITS = [*ENGINES, "bundle", "c_api", "graph", "json", "loop", "plan", "policy", "proposer", "sha256"]
+UNITS = [*ENGINES, "bundle", "c_api", "graph", "json", "loop", "plan", "policy", "proposer", "sampling", "sha256"]
 COMPILE = ["-std=c++17", '-DDLM_VERSION="9.9.9"']
 RELEASED_FIELDS = 17  # of a policy, which the program prints
 KINDS = {"str": 0, "int": 1, "float": 2, "UInt64": 3}  # DLM_FIELD_...
@@ -58,7 +58,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     header.write_text(_grow(header.read_text(), *((f"}} {name};", f"int32_t novelty;\n}} {name};") for name in GROWING)))
     table = sources / "policy.h"
     field = "  NUMBER(novelty, int32_t, 7, 0, 9)"
-    table.write_text(_grow(table.read_text(), (last := "  NUMBER(edit_threshold, double, 0.9, 0, 1)", f"{last} \\\n{field}")))
+    table.write_text(_grow(table.read_text(), (last := "  CHOICE(score_of, ScoreOf)", f"{last} \\\n{field}")))
     sizes = sources / "sized.h"
     others = {"dlm_denoiser": "visible_block", "dlm_open_options": "allow_fallback", "dlm_generate_options": "user"}
     sizes.write_text(
@@ -202,8 +202,6 @@ def test_the_schema_says_of_a_preset_what_the_native_table_says() -> None:
             choices.append(choice.decode())
         if choices:
             said: dict[str, Any] = {"type": "string", "enum": choices, "default": choices[0]}
-        elif row.lowest == row.highest:
-            said = {"type": "number", "const": row.lowest, "default": row.initial}
         else:
             # A reader of JSON takes 63 bits.
             highest = min(row.highest, (1 << 63) - 1)

@@ -640,7 +640,12 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("--tokens", "1", "--max-new-tokens", 64, "--block-length", 16, "--steps", 3),
         ("steps = 3 is fewer than the 4 blocks of 16 tokens",),
     ),
-    "sampling": (("--tokens", "1", "--set", "temperature=0.7"), ("temperature = 0.7", "temperature 0 only")),
+    "a draw at no temperature": (("--tokens", "1", "--set", "select=sample"), ("draws at a temperature above 0",)),
+    "argmax at a temperature": (
+        ("--tokens", "1", "--set", "select=argmax", "--temperature", 0.7),
+        ('temperature = 0.7 is of select = "sample"',),
+    ),
+    "top_p above one": (("--tokens", "1", "--set", "top_p=1.5"), ("top_p = 1.5 is outside 0..1",)),
 }
 
 

@@ -247,8 +247,6 @@ def policies(draw: st.DrawFn) -> Policy:
     properties = SCHEMA["$defs"]["preset"]["properties"]
 
     def value(rule: dict[str, Any]) -> st.SearchStrategy[Any]:
-        if "const" in rule:
-            return st.just(float(rule["const"]))
         if "enum" in rule:
             return st.sampled_from(rule["enum"])
         numbers = st.integers if rule["type"] == "integer" else st.floats
@@ -261,6 +259,7 @@ def policies(draw: st.DrawFn) -> Policy:
         fields["refresh"] = 0
     if fields["cache"] != "block":
         fields["store"] = "pass"
+    fields["select"] = "sample" if fields["temperature"] else "argmax"
     return Policy(**fields)
 
 
@@ -597,7 +596,7 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("loop", "graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
         (("loop", "graph", "cache_dtype"), "int8", "float [any, 4, any, 16], but the manifest makes it int8 [any, 4, any, 18]"),
         (("loop", "graph", "cache_dtype"), "int4", 'expected "float32", "float16", "bfloat16" or "int8"'),
-        (("loop", "presets", "llada", "temperature"), 0.7, "temperature 0 only"),
+        (("loop", "presets", "llada", "temperature"), 0.7, 'temperature = 0.7 is of select = "sample"'),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,
 )

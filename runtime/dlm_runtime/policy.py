@@ -49,10 +49,14 @@ class Policy:
     sub_block_length: int = 0
     edit_passes: int = 16
     edit_threshold: float = 0.9
+    top_p: float = 1.0
+    top_k: int = 0
+    score_of: str = "prediction"
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's.
 
+        ``temperature`` and ``select`` follow each other where only one is given: above 0 is a draw, and argmax has none.
         ``beside`` are the arguments that the caller takes beside these fields: a message may mean one of them.
         """
         known = [field.name for field in fields(self)]
@@ -65,7 +69,15 @@ class Policy:
         changes = dict(changes)
         if isinstance(changes.get("score"), str):
             changes["score"] = SCORE_ALIASES.get(changes["score"], changes["score"])
+        if "temperature" in changes and "select" not in changes:
+            changes["select"] = "sample" if changes["temperature"] else "argmax"
+        elif changes.get("select") == "argmax" and "temperature" not in changes:
+            changes["temperature"] = 0.0
         return replace(self, **changes)
+
+    def greedy(self) -> Policy:
+        """The same loop without draws, for those who compare what denoisers predict."""
+        return self.with_fields({"temperature": 0.0})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest holds them."""
@@ -78,8 +90,10 @@ PRESETS = {
     # Everything that is sure enough, and at least the surest; keys and values outside the block are reused.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation as one block, a share of the masks each pass that follows the noise schedule.
-    # Published at temperature 0.2 with top_p 0.95: this runtime has no sampling yet, so it runs at 0.
-    "dream": Policy(commit="timestep", score="entropy", block_length=0),
+    # At the temperature and the cut of its published commands; scores are of the distribution that is drawn from.
+    "dream": Policy(
+        select="sample", commit="timestep", score="entropy", block_length=0, temperature=0.2, top_p=0.95, score_of="draw"
+    ),
     # Fast-dLLM's loop for denoisers that predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # Block-causal networks, in blocks of their own length over the exact cache: all that are sure enough, or the step's share.

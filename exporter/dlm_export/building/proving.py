@@ -129,7 +129,7 @@ def _judge_cache(job: Job, quantised: Quantised | None, folder: Path, workplace:
             data = samples.load_data(source.network, source.path, bundle.tokenizer, options.calibration, is_calibrating=False)
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
         with stages.stage("judge cache", len(rounded.caches_of(source.network)) * len(judging)) as advance:
-            policy, seed = source.presets[job.preset], options.calibration.seed
+            policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
             return rounded.judge_cache(source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace)
 
 
@@ -139,7 +139,7 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
     effort = options.effort.beside(sum(stages.seconds.values()))
-    policy, seed = source.presets[job.preset], options.calibration.seed
+    policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
     judging = calibration.data.judging[: effort.most]
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         with stages.stage("judge", accuracy.judge_units(judging)) as advance:

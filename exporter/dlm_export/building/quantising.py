@@ -169,7 +169,7 @@ def _search(job: Job, calibration: Calibration, tuned: Tuning | None, workplace:
             calibration.states,
             calibration.data.calibration[: options.effort.most],
             formats,
-            job.source.presets[job.preset],
+            job.source.presets[job.preset].greedy(),
             options.budgets.max_ce_increase,
             options.calibration.seed,
             advance,

@@ -35,7 +35,11 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table,
 @click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
 @click.option("--score", help="confidence, margin, entropy or random.")
 @click.option("--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential.")
-@click.option("--cache", help="none, prefix or dual.")
+@click.option("--cache", help="none, prefix, dual or block.")
+@click.option("--temperature", type=click.FloatRange(0, 1000), help="Of draws; 0: the best token.")
+@click.option("--top-p", type=click.FloatRange(0, 1), help="Draw from the best tokens that have this probability together.")
+@click.option("--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all.")
+@click.option("--seed", type=click.IntRange(0), help="Of draws, and of score random.")
 @set_option
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")

@@ -193,7 +193,7 @@ def judge_bundle(
             bundle,
             samples,
             _title(folder, bundle),
-            source.presets[preset],
+            source.presets[preset].greedy(),
             options.data.seed,
             options.effort,
             options.budgets,
@@ -314,7 +314,7 @@ def fit_threshold(
     from dlm_export import families
     from dlm_export.judging.torch_predictor import TorchPredictor
 
-    c, policy, candidate = source.network, source.presets[preset], BundlePredictor(bundle, "candidate")
+    c, policy, candidate = source.network, source.presets[preset].greedy(), BundlePredictor(bundle, "candidate")
     rest = list(samples), policy, new_tokens(samples, policy, c), decoder(bundle)
     if by_replay:
         seer = shown_source(source, "fp32", torch.float32, workplace)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_export.network.turns import Canvas, Turn, random_scores, scored_by
+from dlm_export.network.turns import Canvas, Turn, gumbels, random_scores, scored_by
 from dlm_runtime.policy import Policy
 
 
@@ -57,9 +57,70 @@ class Proposer:
         return logits
 
 
+class Sampled(Proposer):
+    """A draw, in the log form of LLaDA's loop (arXiv:2502.09992): the largest of l/T and noise.
+
+    An edit looks for better tokens, and so proposes the best one.
+    """
+
+    def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
+        if turn.standing is not None or not len(turn.positions):
+            return super().propose(turn, canvas, logits)
+        policy, logits = self.policy, self.masked(logits)
+        best = logits.argmax(-1).cpu().numpy()
+        best_probs = logits.softmax(-1).gather(-1, torch.from_numpy(best).to(logits.device)[:, None]).double().cpu().numpy()
+        rows = np.arange(len(best))
+        wide = logits.double().cpu().numpy()
+        behind = (wide - wide[rows, best][:, None]) / policy.temperature
+        drawn = _cut(behind, policy.top_p, policy.top_k)
+        at = turn.positions.tolist()
+        noise = np.stack([gumbels(policy.seed, turn.passes, position, logits.shape[1]) for position in at])
+        tokens = np.where(drawn > 0, behind + noise, -np.inf).argmax(-1)
+        probs = best_probs[:, 0] * np.exp(wide[rows, tokens] - wide[rows, best])
+        by = scored_by(turn, policy)
+        if by == "random":
+            found = random_scores(turn, policy)
+        elif policy.score_of == "draw":
+            found = _scores_of_draw(by, drawn, tokens)
+        else:
+            found = probs if by == "confidence" else scores(turn, logits, policy)
+        return Proposals(tokens, found, probs)
+
+
+def _cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """The distributions that are drawn from, float64 ``[M, V]``, from tempered logits counted from the best.
+
+    Of the ``top_k`` best tokens (0: all) as few as have a probability of more than ``top_p`` together.
+    """
+    weights = np.exp(behind)
+    order = np.argsort(-behind, axis=-1, kind="stable")
+    ranked = np.take_along_axis(weights, order, -1)
+    before = np.cumsum(ranked, -1) - ranked
+    is_kept = np.ones_like(ranked, bool) if top_p >= 1 else before <= top_p * weights.sum(-1, keepdims=True)
+    is_kept[:, 0] = True
+    if top_k:
+        is_kept[:, top_k:] = False
+    kept = np.zeros_like(weights)
+    np.put_along_axis(kept, order, np.where(is_kept, ranked, 0), -1)
+    found: np.ndarray = kept / kept.sum(-1, keepdims=True)
+    return found
+
+
+def _scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Scores float64 ``[M]`` of tokens drawn from distributions ``[M, V]``."""
+    if by == "entropy":
+        found: np.ndarray = (drawn * np.log(drawn + 1e-10)).sum(-1)
+    elif by == "margin":
+        best = np.sort(drawn, -1)[:, -2:]
+        found = best[:, 1] - best[:, 0]
+    else:
+        found = drawn[np.arange(len(tokens)), tokens]
+    return found
+
+
 def make_proposer(mask_token_id: int, policy: Policy) -> Proposer:
     """The proposer that a policy asks for."""
-    return Proposer(mask_token_id, policy)
+    return (Sampled if policy.select == "sample" else Proposer)(mask_token_id, policy)
 
 
 def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -131,8 +132,12 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
     return max(1, int(np.float32(masked) * (np.float32(1) - t[step + 1] / t[step])))
 
 
-def philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word counter."""
+Word = TypeVar("Word", int, Any)
+"""32 bits of a random number: an integer, or integers in an array uint64."""
+
+
+def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word counter, or many from arrays."""
     k0, k1, c = key & 0xFFFFFFFF, key >> 32, counter
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -141,10 +146,24 @@ def philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int,
     return c
 
 
+def unit(high: Word, low: Word) -> Any:
+    """Uniform in (0, 1), without its ends: 52 bits and a half are what a double holds."""
+    return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
+
+
 def random_score(seed: int, step: int, position: int) -> float:
     """Uniform in (0, 1), a pure function of its arguments; ``step`` counts the request's passes."""
     high, low, _, _ = philox(seed, (step, position, 0, 0))
-    return (((high << 32 | low) >> 11) + 0.5) * 2.0**-53
+    return float(unit(high, low))
+
+
+def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
+    """Noise of a draw, float64 ``[V]``: -ln(-ln u), each u a pure function of the arguments and its token."""
+    pairs = np.arange((vocab_size + 1) // 2, dtype=np.uint64)
+    even_high, even_low, odd_high, odd_low = philox(seed, (step, position, pairs, 1))
+    u = np.stack((unit(even_high, even_low), unit(odd_high, odd_low)), 1).reshape(-1)[:vocab_size]
+    noise: np.ndarray = -np.log(-np.log(u))
+    return noise
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:

@@ -90,13 +90,16 @@ class Data:
 
 
 def threshold_preset(network: NetworkSpec, presets: Mapping[str, Policy], name: str | None) -> tuple[str, Policy]:
-    """The named preset, or the parallel loop published for such a network. Raises RequestError that lists the choices."""
+    """The named preset, or the parallel loop published for such a network, without draws.
+
+    Raises RequestError that lists the choices.
+    """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
     if name is None and network.visible_block is not None:  # Fast-dLLM v2's takes some lengths of a block only
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: one of {', '.join(presets)}")
-    return chosen, presets[chosen]
+    return chosen, presets[chosen].greedy()
 
 
 def load_data(

@@ -106,7 +106,7 @@ typedef dlm_status (*dlm_pass_fn)(void *user, const dlm_pass *pass);
  * reads the same in C, in Python and in manifest.json. The strings are borrowed: literals, or the bundle's own. */
 typedef struct dlm_policy {
   size_t struct_size;
-  const char *select;   /* "argmax" */
+  const char *select;   /* "argmax" | "sample": a draw at `temperature` */
   const char *score;    /* "confidence" | "margin" | "entropy" | "random" */
   const char *commit;   /* "static" | "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" | "sequential" */
   const char *compare;  /* ">" | ">=": how scores meet the threshold */
@@ -124,14 +124,19 @@ typedef struct dlm_policy {
   double factor;           /* of "factor", >= 0 */
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
   double timestep_eps;     /* of "timestep", 0..1 */
-  double temperature;      /* 0: argmax */
-  uint64_t seed;           /* of "random" */
+  double temperature;      /* of "sample", above 0: logits are divided by it; 0 for "argmax" */
+  uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for what
+                              floating-point noise of the engine changes */
   const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the
                               rows of its last pass are stored, computed while some of it was masked */
   int32_t sub_block_length; /* of block-causal attention: positions of a block that are decided before the next ones; divides
                                block_length. 0: all together */
   int32_t edit_passes;     /* of "edit": passes over a finished block, at most; the first that changes nothing is the last */
   double edit_threshold;   /* of "edit", 0..1: a token of a finished block changes where another one's probability is above it */
+  double top_p;            /* of "sample", 0..1: from as few of the best tokens as have more than this probability together; 1: all */
+  int32_t top_k;           /* of "sample": from this many of the best tokens; 0: all */
+  const char *score_of;    /* of "sample", what scores are of. "prediction": the denoiser's softmax | "draw": the distribution that
+                              is drawn from, by temperature, top_p and top_k */
 } dlm_policy;
 /* LLaDA's: static, confidence, blocks of 32, no cache. */
 DLM_API void dlm_policy_init(dlm_policy *policy);

@@ -193,17 +193,22 @@ void Request::step(const Predictions& predictions, Buffers& buffers) {
 }
 
 void Request::propose(const Predictions& predictions, Proposals& proposals) {
-  proposals.resize(positions_.size());
-  proposer_->propose(turn(), predictions, proposals);
-  for (size_t row = 0; row < positions_.size(); ++row) {
-    const int32_t token = proposals.tokens[row];
+  const auto check = [&](size_t row, int32_t token, double prob, double score) {
     if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
       fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may", token, positions_[row]);
-    if (!std::isfinite(proposals.probs[row]) || !std::isfinite(proposals.scores[row]))
+    if (!std::isfinite(prob) || !std::isfinite(score))
       fail(DLM_ENGINE_FAILED,
            "the denoiser's prediction at position %d is not finite: weights are damaged, or overflow at this precision",
            positions_[row]);
+  };
+  for (size_t row = 0; row < positions_.size(); ++row) {  // before anybody looks up a token's logit
+    const size_t best = row * static_cast<size_t>(denoiser_.top_k);
+    check(row, predictions.tokens[best], predictions.probs[best], 0);
   }
+  proposals.resize(positions_.size());
+  proposer_->propose(turn(), predictions, proposals);
+  for (size_t row = 0; row < positions_.size(); ++row)
+    check(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
   // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening one has the row before the
   // block, which predicts its first position: that position is taken as sure there, so that it commits.
   const bool is_opening = !stage().is_repeated && (policy_.cache == Cache::prefix || policy_.cache == Cache::dual);

@@ -38,11 +38,8 @@ void check(const char* name, const char* given, Enum& value) {
 template <class Number>
 void check(const char* name, Number given, Number& value, double lowest, double highest) {
   const auto number = static_cast<double>(given);
-  if (!(number >= lowest && number <= highest)) {
-    if (lowest == highest)
-      fail(DLM_UNSUPPORTED, "policy: %s = %.10g, but this version decodes at %s %.10g only", name, number, name, lowest);
+  if (!(number >= lowest && number <= highest))
     fail(DLM_INVALID_ARGUMENT, "policy: %s = %.10g is outside %.10g..%.10g", name, number, lowest, highest);
-  }
   value = given;
 }
 
@@ -80,6 +77,10 @@ Policy check_policy(const dlm_policy& given) {
          out.refresh, policy.cache);
   if (out.store == Store::reuse && out.cache != Cache::block)
     fail(DLM_INVALID_ARGUMENT, "policy: store = \"reuse\" is of cache = \"block\", not of \"%s\"", policy.cache);
+  if (out.select == Select::argmax && out.temperature > 0)
+    fail(DLM_INVALID_ARGUMENT, "policy: temperature = %.10g is of select = \"sample\": choose that, or temperature = 0", out.temperature);
+  if (out.select == Select::sample && out.temperature == 0)
+    fail(DLM_INVALID_ARGUMENT, "policy: select = \"sample\" draws at a temperature above 0: give one, or select = \"argmax\"");
   const bool wants_fraction =
       out.commit == Commit::threshold || out.commit == Commit::dynamic || out.commit == Commit::factor;
   if (wants_fraction && out.score == Score::entropy)

@@ -18,7 +18,7 @@
 
 namespace dlm {
 
-enum class Select { argmax };
+enum class Select { argmax, sample };
 enum class Score { confidence, margin, entropy, random };
 enum class Commit { statically, threshold, dynamic, factor, entropy_bound, timestep, sequential };
 enum class Compare { at_least, above };
@@ -27,6 +27,7 @@ enum class Remask { none, edit };
 enum class Cache { none, prefix, dual, block };
 enum class Stop { eos, none };
 enum class Store { pass, reuse };
+enum class ScoreOf { prediction, draw };
 
 // How callers spell a value of an enum.
 template <class Enum>
@@ -35,12 +36,12 @@ struct Choice {
   Enum value;
 };
 
-// All spellings of an enum's values, the default first. What is not listed yet (sampling) is refused by name.
+// All spellings of an enum's values, the default first. What is not listed is refused by name.
 template <class Enum>
 struct Choices;
 template <>
 struct Choices<Select> {
-  static constexpr Choice<Select> all[] = {{"argmax", Select::argmax}};
+  static constexpr Choice<Select> all[] = {{"argmax", Select::argmax}, {"sample", Select::sample}};
 };
 template <>
 struct Choices<Score> {
@@ -79,6 +80,10 @@ template <>
 struct Choices<Store> {
   static constexpr Choice<Store> all[] = {{"pass", Store::pass}, {"reuse", Store::reuse}};
 };
+template <>
+struct Choices<ScoreOf> {
+  static constexpr Choice<ScoreOf> all[] = {{"prediction", ScoreOf::prediction}, {"draw", ScoreOf::draw}};
+};
 
 // Every field of a policy in the order of dlm_policy, which this table must cover (policy.cc asserts it). From it follow the
 // defaults, the checks, the presets that a manifest may hold, and what dlm_policy_field_at tells of them.
@@ -99,12 +104,15 @@ struct Choices<Store> {
   NUMBER(factor, double, 1, 0, 1e9)                  \
   NUMBER(entropy_bound, double, 0.1, 0, 1e9)         \
   NUMBER(timestep_eps, double, 1e-3, 1e-9, 1)        \
-  NUMBER(temperature, double, 0, 0, 0)               \
+  NUMBER(temperature, double, 0, 0, 1000)            \
   NUMBER(seed, uint64_t, 0, 0, UINT64_MAX)           \
   CHOICE(store, Store)                               \
   NUMBER(sub_block_length, int32_t, 0, 0, 1 << 24)   \
   NUMBER(edit_passes, int32_t, 16, 0, 1 << 24)       \
-  NUMBER(edit_threshold, double, 0.9, 0, 1)
+  NUMBER(edit_threshold, double, 0.9, 0, 1)          \
+  NUMBER(top_p, double, 1, 0, 1)                     \
+  NUMBER(top_k, int32_t, 0, 0, 1 << 24)              \
+  CHOICE(score_of, ScoreOf)
 
 // A policy whose values and combinations were checked; dlm_runtime.h says what they mean.
 struct Policy {
@@ -113,8 +121,6 @@ struct Policy {
   DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
 #undef DLM_CHOICE
 #undef DLM_NUMBER
-
-  bool needs_entropy() const { return score == Score::entropy || commit == Commit::entropy_bound; }
 };
 
 // The spellings alone, nullptr behind the last.

@@ -72,8 +72,11 @@ class Proposer {
 // The proposer that a policy asks for. denoiser must outlive it.
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy);
 
-// How sure the policy is of a row whose proposed token has this probability, where its score is of the distribution that the
-// denoiser predicts. For proposers; `row` counts the turn's.
-double score_of(const Policy& policy, const Turn& turn, const Predictions& predictions, int32_t top_k, size_t row, double prob);
+// The probability of a token by its row's logits, from that of the row's best one.
+double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
+
+// How sure the policy is of a row whose proposed token has this probability, by what the denoiser predicts. For proposers; `row`
+// counts the turn's.
+double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions, int32_t top_k, size_t row, double prob);
 
 }  // namespace dlm

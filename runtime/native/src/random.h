@@ -20,11 +20,19 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
+// What random numbers are for, the last word of their counters, so that no two uses share any.
+enum : uint32_t { kScores = 0, kDraws = 1 };
+
+// Uniform in (0, 1), without its ends: 52 bits and a half are what a double holds.
+inline double unit(uint32_t high, uint32_t low) {
+  const uint64_t bits = (uint64_t{high} << 32 | low) >> 12;
+  return (static_cast<double>(bits) + 0.5) * 0x1p-52;
+}
+
 // Uniform in (0, 1) for a position at a step; step counts the request's passes.
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
-  const auto words = philox(seed, {step, position, 0, 0});
-  const uint64_t bits = (uint64_t{words[0]} << 32 | words[1]) >> 11;
-  return (static_cast<double>(bits) + 0.5) * 0x1p-53;
+  const auto words = philox(seed, {step, position, 0, kScores});
+  return unit(words[0], words[1]);
 }
 
 }  // namespace dlm
