@@ -54,7 +54,10 @@ def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
         store="pass" if shift else draw(st.sampled_from(("pass", "reuse"))),
     )
     sizes = [size for size in range(1, length + 1) if (policy.block_length or block) % size == 0]
-    return undecided, replace(policy, sub_block_length=draw(st.sampled_from((0, *sizes)))), network_of(block, shift, 1)
+    policy = replace(policy, sub_block_length=draw(st.sampled_from((0, *sizes))))
+    if policy.cache == "block" and policy.store == "pass" and policy.block_length in (0, block) and draw(st.booleans()):
+        policy = replace(policy, cache="block-dual")
+    return undecided, policy, network_of(block, shift, 1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,21 +69,30 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
     length, n = len(undecided), network.visible_block
     assert n is not None
     size = policy.block_length or n
-    decided, stored = ~undecided, 0
+    has_parts = policy.cache == "block-dual" and policy.sub_block_length > 0
+    decided, stored, opened = ~undecided, 0, (0, 0)
     for stage in plan(undecided, policy, network):
         span = stage.span
         assert 0 <= span.first < span.last <= length
-        assert span.first % n == 0
-        assert span.last % n == 0 or span.last == length
+        if not (has_parts and stage.kind == "denoise"):
+            assert span.first % n == 0
+            assert span.last % n == 0 or span.last == length
         if policy.cache == "none":
             assert span == Span(0, length, "drop")
+        elif has_parts and stage.kind == "denoise":
+            assert stage.start <= span.first <= stage.first <= span.last == stage.last
+            assert span.first >= stage.first - network.shift
+            assert opened == (stage.first, stage.last) or not undecided[stage.first : stage.last].any()
+        elif has_parts and span.first == stage.start:
+            assert span == Span(stored, stage.end, "append")
+            opened = stage.first, stage.last
         elif stage.kind == "denoise":
             assert (span.first, span.last) == (stage.start, stage.end)
             assert span.first <= stored, "what is read is stored"
         else:
             assert span.first == stored, "what is stored lies behind what was"
             assert decided[: span.last].all(), "and is finished"
-        if span.is_stored:
+        if span.is_stored and opened != (stage.first, stage.last):
             stored = span.last
         assert stage.start % size == 0
         assert stage.end == min(stage.start + size, length)
@@ -117,6 +129,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         changes["block_length"] = block * draw(st.integers(1, 3))
     if not shift and policy.cache == "block" and draw(st.booleans()):
         changes["store"] = "reuse"
+    elif policy.cache == "block" and policy.remask == "none" and "block_length" not in changes and draw(st.booleans()):
+        changes["cache"] = "block-dual"
+        changes["sub_block_length"] = draw(st.sampled_from([size for size in range(1, block + 1) if block % size == 0]))
     prompt = draw(st.lists(st.integers(8, 98), max_size=14))
     return {
         "network": network_of(block, shift),
@@ -202,16 +217,19 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
     block=st.integers(1, 5),
     shift=st.integers(0, 1),
     name=st.sampled_from(BLOCK_CAUSAL),
+    cache=st.sampled_from(("block", "block-dual")),
     prompts=st.lists(st.integers(5, 9), min_size=2, max_size=5),
     most=st.integers(1, 4),
 )
 def test_a_batch_gives_each_request_what_it_gets_alone(
-    block: int, shift: int, name: str, prompts: list[int], most: int
+    block: int, shift: int, name: str, cache: str, prompts: list[int], most: int
 ) -> None:
     """Canvases of one length whose prompts end at different places of the grid, over torch, which sees every cached row."""
     policy = preset(name, block, shift)
     if policy is None:
         return
+    if policy.remask == "none":
+        policy = policy.with_fields({"cache": cache})
     denoiser, length = seeded(network_of(block, shift), block), 20
     tokens = [[*range(8, 8 + prompt), *[99] * (length - prompt)] for prompt in prompts]
     with under_native_loop(denoiser) as bundle:
@@ -301,6 +319,25 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
     ]
 
 
+def test_a_sub_block_is_opened_by_a_pass_over_its_block_and_then_runs_alone() -> None:
+    """As Fast-dLLM v2's loop with its block cache; the row that predicts a sub-block's first position runs with it."""
+    scripted = Scripted(lambda position, ids: ((position + 1) % 39, 0.5), block=8, shift=1)
+    policy = PRESETS["fast-dllm-v2"].as_dict() | {"sub_block_length": 4, "cache": "block-dual"}
+    out = scripted.bundle.generate(tokens=[1] * 8, max_new_tokens=8, **policy)
+    assert out.tokens == [1] * 8 + list(range(8, 16))
+    assert scripted.passes == [
+        (list(range(8)), [7]),
+        (list(range(8, 16)), [0, 1, 2]),
+        (list(range(8, 12)), [1, 2]),
+        (list(range(8, 12)), [2]),
+        (list(range(8, 16)), [3, 4, 5, 6]),
+        (list(range(11, 16)), [1, 2, 3]),
+        (list(range(11, 16)), [2, 3]),
+        (list(range(11, 16)), [3]),
+    ]
+    assert out.passes == {"prefill": 3, "denoise": 5, "store": 0}
+
+
 def test_a_block_that_holds_an_end_token_is_the_last() -> None:
     scripted = Scripted(lambda position, ids: (5 if position == 6 else 10, 0.99), block=4)
     out = scripted.bundle.generate(tokens=[1] * 4, max_new_tokens=12, **PRESETS["sdar"].as_dict())
@@ -322,6 +359,12 @@ def test_a_block_that_holds_an_end_token_is_the_last() -> None:
         ({"cache": "none", "store": "reuse"}, 'store = "reuse" is of cache = "block", not of "none"'),
         ({"refresh": 4}, 'refresh = 4, but cache = "block" keeps no rows to refresh'),
         ({"edit_threshold": 1.5}, "edit_threshold = 1.5 is outside 0..1"),
+        (
+            {"cache": "block-dual", "block_length": 8},
+            'cache = "block-dual" keeps rows .* as do 4 positions .* block_length = 4, or',
+        ),
+        ({"cache": "block-dual", "remask": "edit"}, 'remask = "edit" looks at a whole block again'),
+        ({"cache": "block-dual", "store": "reuse"}, 'store = "reuse" is of cache = "block", not of "block-dual"'),
     ],
 )
 def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields: dict[str, Any], sentence: str) -> None:
@@ -334,6 +377,7 @@ def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields:
     ("fields", "shift", "sentence"),
     [
         ({"cache": "block"}, None, 'cache = "block" is for block-causal attention, and this denoiser\'s is full: use'),
+        ({"cache": "block-dual"}, None, 'cache = "block-dual" is for block-causal attention'),
         ({"sub_block_length": 8}, None, "sub_block_length = 8 is for block-causal attention"),
         ({"remask": "edit", "cache": "block"}, 1, 'remask = "edit" predicts every position of a block by its own row'),
         ({"store": "reuse", "cache": "block"}, 1, 'store = "reuse" leaves out the pass that predicts'),

@@ -120,6 +120,6 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
     """As the native loop has it (``plan.cc``)."""
     if visible_block is None:
-        return policy.cache != "block"
+        return not policy.cache.startswith("block")
     lengths = (policy.block_length or visible_block) % visible_block, visible_block % (policy.sub_block_length or 1)
-    return policy.cache in ("none", "block") and lengths == (0, 0) and not (policy.remask == "edit" and shift)
+    return policy.cache not in ("prefix", "dual") and lengths == (0, 0) and not (policy.remask == "edit" and shift)

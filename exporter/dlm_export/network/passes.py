@@ -2,7 +2,8 @@
 
 Both loops read one plan, this one here and the native one in ``plan.cc``. Caches: ``none`` runs the whole canvas every pass;
 ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) are approximations for full attention; ``block`` is exact for block-causal
-networks (SDAR, arXiv:2510.06303): finished blocks are stored, and nothing is read but them.
+networks (SDAR, arXiv:2510.06303): finished blocks are stored, and nothing is read but them. ``block-dual`` (Fast-dLLM v2,
+arXiv:2509.26328) is ``dual`` inside of a block.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
     ]
     if looped.visible_block is None:
         return list(_full_stages(blocks, policy, length))
-    return list(_block_causal_stages(blocks, policy, length, looped.shift))
+    return list(_block_causal_stages(blocks, undecided, policy, looped.shift))
 
 
 _Block = tuple[int, int, int]  # its start, its end, and the passes planned for it
@@ -121,13 +122,16 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
         before = start
 
 
-def _block_causal_stages(blocks: list[_Block], policy: Policy, length: int, shift: int) -> Iterator[Stage]:
+def _block_causal_stages(blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int) -> Iterator[Stage]:
     """Before a block is decided, one pass stores what is finished before it. Without a cache nothing is stored.
 
     The row before a block lies in that pass. A denoiser that predicts the next position (``shift``) decides the block's first
-    one there, with a cache and without.
+    one there, with a cache and without. Where a block has parts (``block-dual``), a pass over the block opens each of them,
+    whose other passes run it alone over what that pass made of the rest.
     """
-    has_cache, stored = policy.cache == "block", 0
+    length = len(undecided)
+    has_cache, stored = policy.cache != "none", 0
+    has_parts = policy.cache == "block-dual" and bool(policy.sub_block_length)
     for number, (start, end, steps) in enumerate(blocks):
         if has_cache and stored < start:
             kind = "store" if number else "prefill"
@@ -140,7 +144,11 @@ def _block_causal_stages(blocks: list[_Block], policy: Policy, length: int, shif
         firsts = range(start, end, size)
         for first, share in zip(firsts, transfer_counts(steps, len(firsts)), strict=True):
             last = min(first + size, end)
-            yield Stage(span, "denoise", True, first, last, max(1, share), start, end, last == end)
+            if has_parts and undecided[first:last].any():
+                yield Stage(Span(start, end, "append"), "prefill", False, first, last, max(1, share), start, end, False)
+            # A sub-block's first position is predicted by the row before it, which is then one of the span.
+            now = Span(max(start, first - shift), last, "drop") if has_parts else span
+            yield Stage(now, "denoise", True, first, last, max(1, share), start, end, last == end)
         stored = end if policy.store == "reuse" else start
 
 

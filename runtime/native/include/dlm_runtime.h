@@ -112,7 +112,8 @@ typedef struct dlm_policy {
   const char *compare;  /* ">" | ">=": how scores meet the threshold */
   const char *schedule; /* "even": counts a step as equal as integers allow, larger first */
   const char *remask;   /* "none" | "edit": a finished block's tokens may still change, see edit_threshold */
-  const char *cache;    /* "none" | "prefix" | "dual", of full attention | "block", of block-causal attention */
+  const char *cache;    /* "none" | "prefix" | "dual", of full attention | "block", "block-dual", of block-causal
+                           attention, the latter with passes over a sub-block alone */
   const char *stop;     /* "eos": blocks after one that committed eos are not run | "none" */
   int32_t block_length;    /* tokens; 0: the whole generation is one block. Where attention is block-causal, blocks are counted
                               from position 0, 0 takes visible_block, and any other is a multiple of it */

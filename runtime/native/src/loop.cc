@@ -142,7 +142,7 @@ void Request::check_limits(const Engine& engine) const {
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
     const char* const advice =
-        policy_.cache == Cache::block                                 ? "choose a smaller block_length, if this is no least one"
+        policy_.cache == Cache::block || policy_.cache == Cache::block_dual ? "choose a smaller block_length, if this is no least one"
         : policy_.cache == Cache::none || (is_opening && tokens == length) ? "choose a shorter canvas or a smaller block_length"
         : is_opening ? (is_prefix ? "choose cache = \"dual\", or refresh = 0"
                                   : "choose a smaller refresh or block_length, or refresh = 0")

@@ -18,6 +18,11 @@ const char* name_of(Cache cache) {
   return "";
 }
 
+bool has_undecided(const std::vector<uint8_t>& undecided, Range range) {
+  const auto last = undecided.begin() + range.last;
+  return std::find(undecided.begin() + range.first, last, 1) != last;
+}
+
 // Those that hold an undecided position.
 std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Policy& policy, int32_t visible_block, int32_t steps) {
   std::vector<Block> blocks;
@@ -32,7 +37,7 @@ std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Poli
   for (int32_t number = 0; number < count; ++number) {
     const int32_t start = origin + number * block_length;
     const auto end = static_cast<int32_t>(std::min<int64_t>(int64_t{start} + block_length, length));
-    if (std::find(undecided.begin() + start, undecided.begin() + end, 1) == undecided.begin() + end) continue;
+    if (!has_undecided(undecided, {start, end})) continue;
     blocks.push_back({{start, end},
                       steps > 0                      ? even_count(steps, number, count)
                       : policy.steps_per_block > 0 ? policy.steps_per_block
@@ -72,11 +77,11 @@ int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int
   return tokens;
 }
 
-std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks, const Policy& policy, int32_t length, int32_t visible_block,
-                                     int32_t shift, const Engine& engine) {
+std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks, const std::vector<uint8_t>& undecided, const Policy& policy,
+                                     int32_t visible_block, int32_t shift, const Engine& engine) {
   std::vector<Stage> plan;
-  const Range whole{0, length};
-  const bool has_cache = policy.cache == Cache::block;
+  const Range whole{0, static_cast<int32_t>(undecided.size())};
+  const bool has_cache = policy.cache != Cache::none, has_parts = policy.cache == Cache::block_dual && policy.sub_block_length > 0;
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
@@ -98,7 +103,17 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks, const Pol
     const int32_t count = (block.range.tokens() + size - 1) / size;
     for (int32_t number = 0; number < count; ++number) {
       const Range decided{start + number * size, std::min(start + (number + 1) * size, end)};
-      plan.push_back({rows, cached, use, PassKind::denoise, true, decided, std::max(1, even_count(block.steps, number, count)),
+      const int32_t steps = std::max(1, even_count(block.steps, number, count));
+      if (!has_parts) {
+        plan.push_back({rows, cached, use, PassKind::denoise, true, decided, steps, block.range, number == count - 1});
+        continue;
+      }
+      if (has_undecided(undecided, decided))
+        plan.push_back({rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps, block.range, false});
+      // Over the rest of the block as that pass left it. The row that predicts the sub-block's first position is one of it.
+      const Range part{std::max(start, decided.first - shift), decided.last};
+      const int32_t around = end - part.tokens();
+      plan.push_back({part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true, decided, steps,
                       block.range, number == count - 1});
     }
     if (policy.store == Store::reuse) stored = end;
@@ -111,10 +126,11 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks, const Pol
 Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
   const char* const cache = name_of(policy.cache);
   if (visible_block == 0) {
-    if (policy.cache == Cache::block)
+    if (policy.cache == Cache::block || policy.cache == Cache::block_dual)
       fail(DLM_UNSUPPORTED,
-           "policy: cache = \"block\" is for block-causal attention, and this denoiser's is full: use cache = \"dual\", \"prefix\" or "
-           "\"none\"");
+           "policy: cache = \"%s\" is for block-causal attention, and this denoiser's is full: use cache = \"dual\", \"prefix\" or "
+           "\"none\"",
+           cache);
     if (policy.sub_block_length > 0)
       fail(DLM_UNSUPPORTED,
            "policy: sub_block_length = %d is for block-causal attention, and this denoiser's is full: give block_length = %d instead",
@@ -134,6 +150,16 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
     if (policy.sub_block_length > 0 && policy.block_length % policy.sub_block_length != 0)
       fail(DLM_INVALID_ARGUMENT, "policy: sub_block_length = %d does not divide the block of %d positions: give a divisor, or 0",
            policy.sub_block_length, policy.block_length);
+    if (policy.cache == Cache::block_dual) {
+      if (policy.block_length != visible_block)
+        fail(DLM_UNSUPPORTED,
+             "policy: cache = \"block-dual\" keeps rows of the block that is decided, all of which see each other, as do %d positions of "
+             "this denoiser: use block_length = %d, or cache = \"block\"",
+             visible_block, visible_block);
+      if (policy.remask == Remask::edit)
+        fail(DLM_UNSUPPORTED,
+             "policy: remask = \"edit\" looks at a whole block again, and cache = \"block-dual\" runs parts of it: use cache = \"block\"");
+    }
   }
   if (shift == 0) return policy;
   if (policy.remask == Remask::edit)
@@ -152,7 +178,7 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
   const auto length = static_cast<int32_t>(undecided.size());
   const std::vector<Block> blocks = find_blocks(undecided, policy, visible_block, steps);
   return visible_block == 0 ? plan_full(blocks, policy, length)
-                            : plan_block_causal(blocks, policy, length, visible_block, shift, engine);
+                            : plan_block_causal(blocks, undecided, policy, visible_block, shift, engine);
 }
 
 }  // namespace dlm

@@ -5,7 +5,8 @@
 // first block's opening pass runs the whole canvas: a later one reaches back to the start of the block decided before it, or
 // `refresh` tokens if that is farther, so that no kept row is of a mask token whose place has been filled since. `block` (SDAR,
 // arXiv:2510.06303) is exact: where attention is block-causal, a block's passes run it alone over the finished ones, which one
-// pass stores. exporter/dlm_export/network/passes.py states the same plan.
+// pass stores. `block-dual` (Fast-dLLM v2, arXiv:2509.26328) is `dual` inside of a block: a pass over the block opens each
+// sub-block, whose other passes run it alone over what that one made of the rest. exporter/dlm_export/network/passes.py states the same plan.
 #pragma once
 
 #include <cstdint>

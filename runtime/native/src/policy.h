@@ -24,7 +24,7 @@ enum class Commit { statically, threshold, dynamic, factor, entropy_bound, times
 enum class Compare { at_least, above };
 enum class Schedule { even };
 enum class Remask { none, edit };
-enum class Cache { none, prefix, dual, block };
+enum class Cache { none, prefix, dual, block, block_dual };
 enum class Stop { eos, none };
 enum class Store { pass, reuse };
 enum class ScoreOf { prediction, draw };
@@ -70,7 +70,8 @@ struct Choices<Remask> {
 template <>
 struct Choices<Cache> {
   static constexpr Choice<Cache> all[] = {
-      {"none", Cache::none}, {"prefix", Cache::prefix}, {"dual", Cache::dual}, {"block", Cache::block}};
+      {"none", Cache::none}, {"prefix", Cache::prefix}, {"dual", Cache::dual}, {"block", Cache::block},
+      {"block-dual", Cache::block_dual}};
 };
 template <>
 struct Choices<Stop> {
