@@ -23,7 +23,7 @@ from dlm_export.judging import accuracy
 from dlm_export.judging.rounds import Effort
 from dlm_export.opening import Opening
 from dlm_export.progress import Silent
-from dlm_export.quantising import calibrate
+from dlm_export.quantising import numbers
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 
@@ -34,7 +34,7 @@ OUTLIERS, FACTOR = 8, 30.0
 def with_outliers(source: Source) -> Source:
     """The same function with a few channels of every norm's output ``FACTOR`` times larger."""
     c, rng = source.network, np.random.default_rng(0)
-    folded = calibrate.Folded(source.parameters, c)
+    folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):
         for site in ("attention.q", "mlp.gate"):
             scales = np.ones(c.hidden_size, np.float32)

@@ -10,14 +10,16 @@ import onnxruntime
 import pytest
 from test_kernels import SETS
 
-from dlm_calibration.formats import FP16, QuantisedWeight, quantise_weight
+from dlm_calibration.formats import FP16, QuantisedWeight, activation_scale, quantise_activation, quantise_weight
 from dlm_export.graph import experts, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.network.spec import STACKS
 from dlm_runtime import _native
 
 SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 136, 264, 2)]
 """Tokens, experts, inputs, inner features and experts a token: fewer than a tile, odd panels, more than one band."""
-STACKS = ("gate", "up", "down")
+SIMULATED = ("FP8Experts", "NVFP4Experts", "NVFP4WeightExperts")
+RANGE = 4.0  # of what is rounded by one scale
 Arrays = dict[str, np.ndarray]
 
 
@@ -41,6 +43,8 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
     found, attributes = {each: given[each] for each in ("x", "chosen", "weights")}, {}
     if name == "Experts":
         return given, {}
+    if name in SIMULATED:
+        return simulated(given, name)
     attributes = {"columns": [given["gate"].shape[2]] * 2, "out_columns": [given["down"].shape[2]]}
     if name == "Fp32Experts":
         return found | {stack: np.stack([experts.fp32_panels(each) for each in given[stack]]) for stack in STACKS}, attributes
@@ -55,6 +59,34 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
             found[stack] = np.stack([functions.int4_panels(weight.codes) for weight in weights])
             found[f"{stack}_scales"] = np.stack([functions.panel_scales(weight.scales.T).astype(FP16) for weight in weights])
     return found, attributes | ({"group_size": 32} if name == "Int4Experts" else {})
+
+
+def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
+    """Each expert's quantised matrices, by stack; NVFP4's share the scale of their stack."""
+    kind = "fp8" if name == "FP8Experts" else "nvfp4"
+    ranges = {stack: float(np.abs(given[stack]).max()) if kind == "nvfp4" else None for stack in STACKS}
+    return {stack: [quantise_weight(each, kind, amax=ranges[stack]) for each in given[stack]] for stack in STACKS}
+
+
+def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
+    """``laid_out`` of formats that a CPU has no arithmetic for."""
+    found = {each: given[each] for each in ("x", "chosen", "weights")}
+    for stack, weights in rounded(given, name).items():
+        if name == "FP8Experts":
+            found[stack] = np.stack([weight.codes.view(np.uint8) for weight in weights])
+            found[f"{stack}_scales"] = np.stack([weight.scales for weight in weights])
+            continue
+        found[stack] = np.stack([functions.nvfp4_panels(weight.codes) for weight in weights])
+        found[f"{stack}_scales"] = np.stack([functions.panel_scales(weight.scales).view(np.uint8) for weight in weights])
+        found[f"{stack}_global_scale"] = np.asarray(weights[0].global_scale)
+    if name != "NVFP4WeightExperts":
+        kind = "fp8" if name == "FP8Experts" else "nvfp4"
+        found |= {
+            "x_scale": np.asarray(activation_scale(kind, RANGE)),
+            "hidden_scale": np.asarray(activation_scale(kind, RANGE)),
+        }
+    attributes = {"columns": [given["gate"].shape[2]], "out_columns": [given["down"].shape[2]]}
+    return found, {} if name == "FP8Experts" else attributes
 
 
 def run(name: str, inputs: Arrays, attributes: dict[str, Any], *, has_kernels: bool) -> np.ndarray:
@@ -99,6 +131,26 @@ def test_kernels_compute_the_definition(name: str, kernels: str, monkeypatch: py
             pytest.skip(str(err)[:80])
         # Sums of floats in another order; a code on a boundary could move a result by 1/127 of one of many products.
         assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
+
+
+@pytest.mark.parametrize("has_kernels", [False, True], ids=["definition", "kernels"])
+@pytest.mark.parametrize("name", ["FP8Experts", "NVFP4Experts", "NVFP4WeightExperts"])
+def test_formats_that_are_simulated_compute_with_the_values_they_stand_for(name: str, has_kernels: bool) -> None:
+    given = mixture((9, 5, 32, 48, 2))
+    x, wanted = given["x"][0], np.zeros_like(given["x"][0])
+    kind = "fp8" if name == "FP8Experts" else "nvfp4"
+
+    def seen(values: np.ndarray) -> np.ndarray:
+        return values if name == "NVFP4WeightExperts" else quantise_activation(values, kind, RANGE)
+
+    matrices = {stack: [each.dequantise() for each in weights] for stack, weights in rounded(given, name).items()}
+    for token, (mine, weights) in enumerate(zip(given["chosen"][0], given["weights"][0], strict=True)):
+        for expert, weight in zip(mine, weights, strict=True):
+            gate, up = (seen(x[token][None]) @ matrices[stack][expert] for stack in ("gate", "up"))
+            wanted[token] += (seen(gate / (1 + np.exp(-gate)) * up * weight) @ matrices["down"][expert])[0]
+    found = run(name, *laid_out(given, name), has_kernels=has_kernels)[0]
+    # A feature on a boundary between two codes could take either: none of these does.
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
 LIES = {

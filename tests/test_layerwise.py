@@ -24,7 +24,7 @@ from dlm_export.judging.parity import PART_TOLERANCES, Parity, ParityError, requ
 from dlm_export.judging.rounds import Effort
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 from dlm_export.workplace import Workplace

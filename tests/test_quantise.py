@@ -21,7 +21,7 @@ from dlm_calibration.states import State
 from dlm_export import families, graph
 from dlm_export.building.writing import part_of
 from dlm_export.graph import quantise, trace, write
-from dlm_export.quantising import calibrate
+from dlm_export.quantising import calibrate, numbers
 from dlm_export.sources import Source, open_source
 
 LENGTH = 24
@@ -45,7 +45,7 @@ def _states(source: Source, count: int = 6) -> list[State]:
     return [State(canvas, "masked", 0.5, 4) for canvas in canvases]
 
 
-def _quantise(source: Source, recipe: Recipe, folder: Path) -> calibrate.Quantisation:
+def _quantise(source: Source, recipe: Recipe, folder: Path) -> numbers.Quantisation:
     """Write the quantised graph into ``folder``."""
     traced = _traced(source)
     formats = recipe.formats(list(source.network.quantisable()))
@@ -102,7 +102,7 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
 
 
 @torch.no_grad()
-def _simulated(source: Source, done: calibrate.Quantisation, ids: np.ndarray) -> np.ndarray:
+def _simulated(source: Source, done: numbers.Quantisation, ids: np.ndarray) -> np.ndarray:
     denoiser = families.load(done.parameters, source.network)
     calibrate.simulate(dict(denoiser.named_modules()), done)
     return denoiser(torch.from_numpy(ids)[None])[0].numpy()
@@ -112,7 +112,7 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, source.network.vocab_size, LENGTH)
 
 
-def _difference(source: Source, done: calibrate.Quantisation, folder: Path, simulated: bool) -> float:
+def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
     """Graph against torch, the least of three canvases.
 
     An input at a rounding boundary takes the next code in one of the two now and then, 6% further in fp8: that is chance, and
@@ -183,8 +183,8 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
 @torch.no_grad()
 def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
     c, rng = source.network, np.random.default_rng(3)
-    folded = calibrate.Folded(source.parameters, c)
-    for site, readers in calibrate.by_site(c.linear_layers()).items():
+    folded = numbers.Folded(source.parameters, c)
+    for site, readers in numbers.by_site(c.linear_layers()).items():
         folded.fold(site, rng.uniform(0.2, 5.0, readers[0].inputs).astype(np.float32))
     ids = torch.from_numpy(_ids(source))[None]
     before, after = families.load(source.parameters, c)(ids)[0].numpy(), families.load(folded, c)(ids)[0].numpy()

@@ -85,7 +85,7 @@ def test_awq_protects_the_channels_that_carry_the_input() -> None:
     x = _correlated(96, 64)
     x[:, [3, 40]] *= 30
     weights = [_weight(64, 32), _weight(64, 16, seed=2)]
-    scales, before, after = awq_scales(x, weights, _nearest_int4)
+    scales, before, after = awq_scales([x] * len(weights), weights, _nearest_int4)
     assert scales.dtype == np.float32
     assert scales[[3, 40]].min() > np.delete(scales, [3, 40]).max()
     assert np.isclose(before, sum(_output_error(x, w, _nearest_int4(w)) for w in weights), rtol=1e-4)
@@ -100,14 +100,14 @@ def test_awq_never_does_worse_than_no_scales_and_keeps_unused_channels(seed: int
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((8, 32)).astype(np.float32)
     x[:, 4:7] = 0
-    scales, before, after = awq_scales(x, [_weight(32, 4, seed)], _nearest_int4, grid=4)
+    scales, before, after = awq_scales([x], [_weight(32, 4, seed)], _nearest_int4, grid=4)
     assert after <= before
     assert (scales[4:7] == 1).all()
     assert (np.isfinite(scales) & (scales > 0)).all()
 
 
 def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
-    scales, before, after = awq_scales(np.zeros((4, 32), dtype=np.float32), [_weight(32, 4)], _nearest_int4)
+    scales, before, after = awq_scales([np.zeros((4, 32), dtype=np.float32)], [_weight(32, 4)], _nearest_int4)
     assert (scales == 1).all()
     assert before == after == 0
 
@@ -290,13 +290,13 @@ def test_what_cannot_be_solved_is_refused() -> None:
     with pytest.raises(QuantisationError, match=r"the weight range of channel 1 is -1\.0"):
         smooth_scales(np.ones(2), np.array([1.0, -1.0]))
     with pytest.raises(QuantisationError, match="do not fit weights of shapes"):
-        awq_scales(x, [_weight(31, 4)], _nearest_int4)
+        awq_scales([x], [_weight(31, 4)], _nearest_int4)
     with pytest.raises(QuantisationError, match="of shapes none"):
-        awq_scales(x, [], _nearest_int4)
+        awq_scales([], [], _nearest_int4)
     with pytest.raises(QuantisationError, match="nothing to search"):
-        awq_scales(x, [w], _nearest_int4, grid=0)
+        awq_scales([x], [w], _nearest_int4, grid=0)
     with pytest.raises(QuantisationError, match="channel 0 are not finite"):
-        awq_scales(x * nan.astype(np.float32), [w], _nearest_int4)
+        awq_scales([x * nan.astype(np.float32)], [w], _nearest_int4)
     with pytest.raises(QuantisationError, match="unknown format 'fp6'"):
         gptq(w, gram, format="fp6")
     with pytest.raises(QuantisationError, match="damping of 0"):

@@ -9,9 +9,9 @@ _trace = trace.trace_pass
 _traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
 
 
-def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False, is_dense: bool = False) -> trace.Graph:
+def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
     """``trace_pass``, run once a network and precision; a graph of one's own to change."""
-    key = network, precision, is_plain, is_dense
+    key = network, precision, is_plain
     if key not in _traces:
-        _traces[key] = _trace(network, precision, is_plain=is_plain, is_dense=is_dense)
+        _traces[key] = _trace(network, precision, is_plain=is_plain)
     return _traces[key].clone()

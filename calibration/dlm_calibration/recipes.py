@@ -24,7 +24,7 @@ import fnmatch
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,11 @@ FORMATS: dict[str, LayerFormat] = {
 }
 NEXT: dict[str, tuple[str, ...]] = {
     "int8-dynamic": ("int8-weight",),
-    "int4-g128": ("int4-g64", "int4-g32", "int8-weight"),
-    "int4-g64": ("int4-g32", "int8-weight"),
-    "int4-g32": ("int8-weight",),
+    "int8-static": ("int8-dynamic",),
+    "int8-weight": ("int8-dynamic",),
+    "int4-g128": ("int4-g64", "int4-g32", "int8-weight", "int8-dynamic"),
+    "int4-g64": ("int4-g32", "int8-weight", "int8-dynamic"),
+    "int4-g32": ("int8-weight", "int8-dynamic"),
     "int4-g128-dynamic": ("int8-dynamic", "int8-weight"),
     "int4-g64-dynamic": ("int8-dynamic", "int8-weight"),
     "int4-g32-dynamic": ("int8-dynamic", "int8-weight"),
@@ -207,6 +209,13 @@ def find(name: str) -> Recipe:
     if name.endswith(".toml"):
         return read_recipe(Path(name))
     raise RecipeError(f"unknown recipe {name!r}: one of {', '.join(RECIPES)}, or the path of a .toml file")
+
+
+def for_experts(recipe: Recipe) -> Recipe:
+    """What a preset stands for where the network has experts: ``nvfp4`` leaves attention, a small part of it, in FP8."""
+    preset = RECIPES["nvfp4"]
+    is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
+    return replace(recipe, layers=tuple(_MIXED.items())) if is_preset else recipe
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -44,24 +44,25 @@ def smooth_scales(activation_channel_amax: np.ndarray, weight_channel_amax: np.n
 
 
 def awq_scales(
-    rows: np.ndarray, weights: Sequence[np.ndarray], quantise: Callable[[np.ndarray], np.ndarray], grid: int = 20
+    inputs: Sequence[np.ndarray], weights: Sequence[np.ndarray], quantise: Callable[[np.ndarray], np.ndarray], grid: int = 20
 ) -> tuple[np.ndarray, float, float]:
     """AWQ's search: ``(scales fp32 [K], loss before, loss after)``, the scales being the best ``mean|x| ** ratio``.
 
-    ``rows`` ``[P, K]`` are inputs that the matrices in ``weights`` (each ``[K, N]``) share, as q, k and v do; ``quantise``
-    gives a matrix back quantised and dequantised. The loss is the mean squared error of the outputs, added over the matrices;
-    ratios 0 (no scaling), 1 / grid .. 1 are tried, and of equal losses the smaller ratio is taken. Channels that rows never
-    use get 1. Raises QuantisationError for shapes that do not match, no rows, and rows that are not finite.
+    ``weights`` (each ``[K, N]``) are matrices that share an input, as q, k and v do, ``inputs`` ``[P, K]`` what each of them
+    meets of it; ``quantise`` gives a matrix back quantised and dequantised. The loss is the mean squared error of the outputs,
+    added over the matrices; ratios 0 (no scaling), 1 / grid .. 1 are tried, and of equal losses the smaller ratio is taken.
+    Channels that no input uses get 1. Raises QuantisationError for shapes that do not match, no rows, rows that are not finite.
     """
-    rows = np.asarray(rows, dtype=np.float32)
-    if rows.ndim != 2 or not rows.size or not weights or any(w.ndim != 2 or w.shape[0] != rows.shape[1] for w in weights):
-        shapes = ", ".join(str(list(w.shape)) for w in weights) or "none"
-        raise QuantisationError(
-            f"inputs of shape {list(rows.shape)} do not fit weights of shapes {shapes}: AWQ needs [P, K], [K, N]."
-        )
+    inputs = [np.asarray(rows, dtype=np.float32) for rows in inputs]
+    pairs = list(zip(inputs, weights, strict=True))
+    fits = [rows.ndim == 2 and rows.size and w.ndim == 2 and w.shape[0] == rows.shape[1] for rows, w in pairs]
+    if not fits or not all(fits) or len({rows.shape[1] for rows in inputs}) > 1:
+        shapes, met = (", ".join(str(list(each.shape)) for each in all_of) or "none" for all_of in (weights, inputs))
+        raise QuantisationError(f"inputs of shapes {met} do not fit weights of shapes {shapes}: AWQ needs [P, K], [K, N].")
     if grid < 1:
         raise QuantisationError(f"an AWQ grid of {grid} has nothing to search: use at least 1.")
-    magnitude = np.abs(rows).mean(axis=0, dtype=np.float64)
+    different = list({id(rows): rows for rows in inputs}.values())
+    magnitude = np.abs(np.concatenate(different)).mean(axis=0, dtype=np.float64)
     if not np.isfinite(magnitude).all():
         raise QuantisationError(
             f"the calibration inputs of channel {np.flatnonzero(~np.isfinite(magnitude))[0]} are not finite."
@@ -69,17 +70,17 @@ def awq_scales(
 
     def loss(scales: np.ndarray) -> float:
         total = 0.0
-        for w in weights:
+        for rows, w in pairs:
             w = np.asarray(w, dtype=np.float32)
             error = rows @ (quantise(w * scales[:, None]) / scales[:, None] - w)
             total += float(np.mean(np.square(error, dtype=np.float64)))
         return total
 
-    best = np.ones(rows.shape[1], dtype=np.float32)
+    best = np.ones(inputs[0].shape[1], dtype=np.float32)
     before = best_loss = loss(best)
     is_live = magnitude > 0
     for ratio in np.arange(1, grid + 1) / grid if is_live.any() else ():
-        scales = np.ones(rows.shape[1])
+        scales = np.ones(inputs[0].shape[1])
         scales[is_live] = magnitude[is_live] ** ratio
         # Centred on 1, as AWQ does it: rounding does not care for the common factor, but fp16 weights do.
         scales[is_live] /= np.sqrt(scales[is_live].max()) * np.sqrt(scales[is_live].min())

@@ -27,6 +27,7 @@ from dlm_export.network.spec import NetworkSpec
 from dlm_export.outputs import TakenError
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Progress, Stages
+from dlm_export.quantising import experts
 from dlm_export.sources import Source, open_source
 from dlm_export.tensorrt import builders, engine
 from dlm_export.tensorrt.engine import Built
@@ -207,6 +208,8 @@ def _report(
         warnings += quantised.calibration.data.doubts(
             option="--calib", has_ranges=bool(quantised.numbers.amax), is_judged=is_judged
         )
+    if quantised is not None:
+        warnings += experts.doubts(quantised.numbers.reached)
     warnings += [f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings]
     elsewhere = [target for target in request.targets if target.engine_kinds and target.name not in request.builders]
     return BuildReport(

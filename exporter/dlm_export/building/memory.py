@@ -57,7 +57,10 @@ def needed_bytes(job: Job) -> dict[str, int]:
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
     # The largest matrix, its codes, and what is corrected or packed of it; what is not quantised goes by in pieces.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    needs = {"write weights": matrices + 3 * _FP32 * PIECE * MOST_CORES}
+    # A GPU's graph has a stack of experts as one matrix: its codes, and each expert's beside them.
+    together = max((2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked), default=0)
+    joined = together if job.request.on_gpu else 0
+    needs = {"write weights": max(matrices, joined) + 3 * _FP32 * PIECE * MOST_CORES}
     largest = max(sum(layer.inputs * layer.outputs for layer in block) for block in blocks)
     if recipe is not None and formats is not None and recipe.needs_states(formats):
         block = calibrate.computing_dtype(network, job.request.device).itemsize * largest
@@ -65,7 +68,9 @@ def needed_bytes(job: Job) -> dict[str, int]:
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
         # A block of torch's beside the graph's, and twice while it is quantised. A quantised head is packed, any other mapped.
-        needs["check parity"] = max(3 * _FP32 * largest, network.vocab_size * network.hidden_size + pass_bytes)
+        whole = max(sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks)
+        of_block = 3 * _FP32 * (whole if job.request.on_gpu else largest)
+        needs["check parity"] = max(of_block, network.vocab_size * network.hidden_size + pass_bytes)
     return needs
 
 

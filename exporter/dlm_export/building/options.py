@@ -10,19 +10,23 @@ from typing import Any
 from dlm_export.judging.auto import AutoOptions
 from dlm_export.judging.judge import Budgets
 from dlm_export.judging.rounds import Effort
-from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.quantising.samples import FEWEST_TOKENS, CalibrationOptions
 from dlm_export.tensorrt.estimate import EngineOptions
 
 
 @dataclass(frozen=True)
 class QuantiseOptions:
-    """How a quantised bundle is calibrated and judged. ``budgets`` missed: no bundle is written."""
+    """How a quantised bundle is calibrated and judged. ``budgets`` missed: no bundle is written.
+
+    ``min_tokens_per_expert``: calibration tokens that an expert has to meet for its weights to be solved by them.
+    """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     budgets: Budgets = field(default_factory=Budgets)
     effort: Effort = field(default_factory=Effort)
     recipe_changes: Mapping[str, Any] = field(default_factory=dict)
     calibrator: str = "own"
+    min_tokens_per_expert: int = FEWEST_TOKENS
     auto: AutoOptions = field(default_factory=AutoOptions)
 
 

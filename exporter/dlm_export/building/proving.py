@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
+from dlm_calibration.recipes import Recipe
 from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
@@ -18,6 +19,7 @@ from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
 from dlm_export.quantising import samples
+from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.workplace import Workplace
 
 CACHE_SAMPLES = 8  # that a rounded cache is judged by, unless --judged says another number
@@ -60,15 +62,20 @@ def prove(
 ) -> Proof:
     """Compare the bundle in ``folder`` with torch and judge it; messages call it ``output``.
 
-    ``taps``: where layers stand in its graph.
+    ``taps``: where layers stand in its graph. Where whole passes differ of a network with experts, layers decide: a token that
+    one side sends to another of two experts that are as good ends elsewhere, and neither side is wrong.
 
     Raises ParityError, AccuracyError.
     """
-    parity = (
-        _check_pass(job, folder, stages)
-        if quantised is None
-        else _check_layers(job, quantised, taps, folder, workplace, stages)
-    )
+    if quantised is not None:
+        numbers, is_simulated = quantised.numbers, job.request.on_gpu or quantised.is_simulated_on_cpu
+        parity = _check_layers(job, numbers, taps, folder, workplace, stages, is_simulated=is_simulated)
+    else:
+        parity = _check_pass(job, folder, stages)
+        if parity.misses and job.source.network.mixtures():
+            nothing = Quantisation(Recipe(job.base, ()), {}, Folded(job.source.parameters, job.source.network))
+            layers = _check_layers(job, nothing, taps, folder, workplace, stages, is_simulated=job.request.on_gpu)
+            parity = replace(layers, graph=parity.graph, loop=parity.loop)
     require_parity(parity, f"{output}: not written, it differs from PyTorch")
     record: dict[str, Any] = {"parity": parity.as_dict()}
     cache = _judge_cache(job, quantised, folder, workplace, stages) if job.is_cache_judged else None
@@ -102,18 +109,25 @@ def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
 
 
 def _check_layers(
-    job: Job, quantised: Quantised, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages
+    job: Job,
+    numbers: Quantisation,
+    taps: Mapping[str, Tap],
+    folder: Path,
+    workplace: Workplace,
+    stages: Stages,
+    *,
+    is_simulated: bool,
 ) -> Parity:
-    """Quantised: layer by layer from equal inputs."""
+    """Layer by layer from equal inputs."""
     with stages.stage("check parity", layerwise.units(job.source.network)):
         return layerwise.check_layers(
             folder,
             job.source.network,
-            quantised.numbers,
+            numbers,
             job.base,
             taps,
             cache_dtype=job.cache_dtype,
-            is_simulated=job.request.on_gpu or quantised.is_simulated_on_cpu,
+            is_simulated=is_simulated,
             on_done=stages.progress.advance,
             workplace=workplace,
         )

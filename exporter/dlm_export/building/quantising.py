@@ -19,6 +19,7 @@ from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
 from dlm_export.workplace import Workplace
@@ -40,7 +41,7 @@ class Quantised:
     and ``tuning`` what formats took here where it chose by that.
     """
 
-    numbers: calibrate.Quantisation
+    numbers: Quantisation
     calibration: Calibration | None
     curve: list[auto.CurvePoint] = field(default_factory=list)
     tuning: Tuning | None = None
@@ -109,6 +110,8 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
             options.calibrator,
             scale_dtype,
             workplace,
+            fewest_tokens=options.min_tokens_per_expert,
+            is_dense=job.request.on_gpu,
         )
     return Quantised(numbers, calibration, curve, tuned)
 

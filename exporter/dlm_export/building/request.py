@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged
+from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged, for_experts
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
@@ -145,6 +145,8 @@ def check_job(request: Request, source: Source) -> Job:
     preset, _ = samples.threshold_preset(network, source.presets, options.quantise.calibration.preset)
     formats: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
+    if request.recipe is not None and network.mixtures():
+        request = replace(request, recipe=for_experts(request.recipe))
     if request.recipe is not None:
         asked = request.recipe.formats(list(network.quantisable()))
         formats = {path: held_in(request, layer, asked[path]) for path, layer in network.quantisable().items()}

@@ -118,8 +118,9 @@ def _solving(job: Job) -> str:
     """A digest of what solved layers depend on beside the states."""
     assert job.request.recipe is not None
     assert job.formats is not None
-    calibrator = job.request.options.quantise.calibrator
-    return _digest([job.request.recipe.as_dict(), dict(job.formats), job.base, calibrator])
+    options = job.request.options.quantise
+    form = [options.min_tokens_per_expert, job.request.on_gpu] if job.source.network.mixtures() else []
+    return _digest([job.request.recipe.as_dict(), dict(job.formats), job.base, options.calibrator, *form])
 
 
 def _digest(value: Any) -> str:

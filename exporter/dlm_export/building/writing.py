@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dlm_calibration.formats import FP16, FP32, QuantisedWeight
@@ -21,12 +22,13 @@ from dlm_export.graph import cuda, experts, functions, fuse, quantise, trace, wi
 from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.progress import Stages
-from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_runtime.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
 """Where ``write.write_graph`` gets an initialiser from, by name and element type."""
 
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _PANELS: dict[str, Callable[[np.ndarray], Lazy]] = {
     "int8": functions.lazy_panels,
     "int4": functions.lazy_int4_panels,
@@ -70,9 +72,12 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     """Trace the denoiser, give its layers their operands and operators, and write it with its weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
-        traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain, is_dense=request.on_gpu)
+        traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
+        taps, stacks = find_taps(traced), {}
+        if request.on_gpu:
+            stacks = experts.spread(traced.model, source.network)
+            taps |= find_taps(traced)
         device = traced.clone() if request.on_gpu else None
-        taps = find_taps(traced)
         advance()
     read: ReadParameter = functools.partial(later, source.parameters, source.network)
     if quantised is not None:
@@ -94,7 +99,10 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         widen.compute_in_fp32(traced)
     formats = None if quantised is None else quantised.numbers.formats
     if not request.on_gpu and job.base == "fp32":
-        read = _expert_reader(read, source.parameters, quantised, experts.lay_out(traced.model, source.network, formats or {}))
+        amax = {} if quantised is None else quantised.numbers.amax
+        stacks = experts.lay_out(traced.model, source.network, formats or {}, amax)
+    if stacks:
+        read = _expert_reader(read, job, quantised, stacks)
     fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     with stages.stage("write weights", write.data_bytes(source.network, job.base, formats)) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)
@@ -119,30 +127,42 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
 
 
 def _expert_reader(
-    read: ReadParameter, parameters: Parameters, quantised: Quantised | None, parts: Mapping[str, experts.StackPart]
+    read: ReadParameter, job: Job, quantised: Quantised | None, parts: Mapping[str, experts.StackPart]
 ) -> ReadParameter:
     """``read`` and, of the initialisers ``parts``, those of experts: an expert at a time, rounded where they are quantised."""
-    scales: dict[tuple[str, int], np.ndarray] = {}  # found with the codes, which are asked for before
+    parameters: Parameters = job.source.parameters if quantised is None else quantised.numbers.parameters
+    layers = job.source.network.quantisable()
+    found: dict[tuple[str, int, str], np.ndarray] = {}  # beside the codes, which are asked for first
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
         if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
-            source = parameters if quantised is None else quantised.numbers.parameters
-            stored = source.read(f"{part.layer}.weight", FP32, (slice(expert, expert + 1),))
+            stored = parameters.read(f"{part.layer}.weight", FP32, (slice(expert, expert + 1),))
             return experts.fp32_panels(stored[0])
-        if part.part == "panel_scales":
-            return scales.pop((part.layer, expert))
+        if part.part in ("scales", "panel_scales"):
+            return found.pop((part.layer, expert, part.part))
         weight = quantised.numbers.expert(part.layer, expert)
-        scales[part.layer, expert] = np.asarray(part_of(weight, quantise.Part(part.layer, "panel_scales"))[()])
-        panels = part_of(weight, quantise.Part(part.layer, "panels"))
-        return panels[(slice(0, panels.shape[0]),)]
+        scales = {"codes": "scales", "panels": "panel_scales"}[part.part]
+        found[part.layer, expert, scales] = _bytes_of(part_of(weight, quantise.Part(part.layer, scales)))
+        return _bytes_of(part_of(weight, quantise.Part(part.layer, part.part)))
 
     def with_experts(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
         part = parts.get(name)
         if part is None:
             return read(name, dtype)
+        if part.part == "wide":
+            return experts.join(layers[part.layer], functools.partial(parameters.read, f"{part.layer}.weight", dtype))
+        if part.part == "global_scale":
+            assert quantised is not None
+            return np.asarray(quantised.numbers.expert(part.layer, 0).global_scale)
         return experts.stacked(part.shape, functools.partial(of_expert, part))
 
     return with_experts
+
+
+def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
+    """All of it; E4M3 as the bytes that functions over experts take."""
+    whole = array[(slice(0, array.shape[0]),)]
+    return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:

@@ -188,16 +188,18 @@ def print_build(report: BuildReport) -> None:
 def _shown_parity(parity: Parity) -> str:
     """What was compared, and how far it was apart."""
     from dlm_calibration.recipes import FORMATS
-    from dlm_export.judging.parity import LOGITS
+    from dlm_export.judging.parity import LOGITS, ROUTER
 
     pass_apart = max(row.relative for row in parity.graph)
     limit = parity.tolerance
     if parity.layers:
-        count = sum(row.layer != LOGITS for row in parity.layers)
-        worst = max(row.worst for row in parity.layers)
-        flips = ", in which codes that flip add up," if any(FORMATS[row.format].activations for row in parity.layers) else ""
+        rows = [row for row in parity.layers if row.format != ROUTER]
+        count = sum(row.layer != LOGITS for row in rows)
+        worst = max(row.worst for row in rows)
+        kind = "quantised layers" if "quantised" in parity.precision else "mixtures of experts"
+        flips = ", in which codes that flip add up," if any(FORMATS[row.format].activations for row in rows) else ""
         return (
-            f"{count} quantised layers and what lies between them, each from equal inputs, within {worst:.1e} of their range "
+            f"{count} {kind} and what lies between them, each from equal inputs, within {worst:.1e} of their range "
             f"({limit.relative:.1e} allowed). A whole pass{flips} is judged, not held to a limit: logits of random prompts "
             f"within {pass_apart:.1e}"
         )

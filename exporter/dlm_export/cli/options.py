@@ -149,6 +149,11 @@ QUANTISE_OPTIONS = (
         "--calib-source", type=click.Choice(["denoising", "text"]), default="denoising", show_default=True, help="Of states."
     ),
     click.option(
+        "--calib-min-tokens-per-expert",
+        type=click.IntRange(1),
+        help="Calibration tokens from which an expert's weights are solved by them; below, rounded and told.  [default: 64]",
+    ),
+    click.option(
         "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", show_default=True, help="Finds ranges."
     ),
     click.option("--observer", help="max, percentile, mse or entropy: range of static activations.  [default: the recipe's]"),
@@ -238,7 +243,8 @@ OUTPUT_OPTIONS = (
 PRECISION_HELP = "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
 
 _QUANTISED_ONLY = (
-    *("activations", "resume", "calib", "calib_preset", "observer", "solver", "smoothing", "rotate_down", "embedding"),
+    *("activations", "resume", "calib", "calib_preset", "calib_min_tokens_per_expert"),
+    *("observer", "solver", "smoothing", "rotate_down", "embedding"),
     *BUDGETS,
 )
 _ENGINE_ONLY = (
@@ -381,7 +387,7 @@ def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
 def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
     from dlm_export.building.options import QuantiseOptions
     from dlm_export.judging.auto import AutoOptions
-    from dlm_export.quantising.samples import CalibrationOptions
+    from dlm_export.quantising.samples import FEWEST_TOKENS, CalibrationOptions
 
     formats = tuple(split(values["auto_formats"] or ""))
     return QuantiseOptions(
@@ -397,6 +403,7 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
         effort=effort(values),
         recipe_changes=_recipe_changes(values),
         calibrator=values["calibrator"],
+        min_tokens_per_expert=values["calib_min_tokens_per_expert"] or FEWEST_TOKENS,
         auto=AutoOptions(formats=formats or None, tune=bool(values["tune"])),
     )
 

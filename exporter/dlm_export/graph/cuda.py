@@ -20,6 +20,7 @@ KERNELS = frozenset(
         "Cast",
         "Concat",
         "Constant",
+        "Equal",
         "Expand",
         "Gather",
         "GatherElements",

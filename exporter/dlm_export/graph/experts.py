@@ -1,90 +1,221 @@
-"""Mixtures of experts in a traced graph: each is one node, whose weights are laid out for the CPU's kernels here.
+"""Mixtures of experts in a traced graph: each is one node, whose weights are laid out here.
 
-A traced node has stacks ``[E, K, N]`` as they are. A kernel takes panels (``functions``), in one format for all three stacks
-of a mixture: fp32, INT8, or INT4 in groups.
+A traced node has stacks ``[E, K, N]`` as they are. On a CPU (``lay_out``) only the chosen experts are computed, and all three
+stacks of a mixture are in one format, which a function takes in its own order: fp32, INT8 or INT4, which have kernels; FP8 or
+NVFP4, which are simulated. On a GPU (``spread``) all experts are computed, as one gated MLP of all their features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from dlm_calibration.formats import activation_scale
 from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.routed import FUNCTIONS, MIXTURE, RANGES
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 
-EXPERTS = "Experts"
-_CALLS = {None: "Fp32Experts", "int8": "Int8Experts", "int4": "Int4Experts"}
+_Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
 
 
 @dataclass(frozen=True)
 class StackPart:
-    """What an initialiser holds of the experts of a layer: ``panels``, or ``panel_scales``."""
+    """What an initialiser holds of the experts of a layer: ``panels``, ``panel_scales``, ``codes``, ``scales``,
+    ``global_scale``, or ``wide``: all matrices as one (``join``).
+    """
 
     layer: str
     part: str
     shape: tuple[int, ...]
 
 
-def lay_out(model: ir.Model, network: NetworkSpec, formats: Mapping[str, str]) -> dict[str, StackPart]:
-    """Give every mixture of an fp32 graph panels in the format of its layers, in place; what its new initialisers hold.
+def function_of(name: str) -> str | None:
+    """The function that computes experts in a layer format of recipes; None: there is none."""
+    chosen = FORMATS[name]
+    if chosen.weights in (None, "fp8"):
+        return {None: "Fp32Experts", "fp8": "FP8Experts"}[chosen.weights]
+    if chosen.weights == "nvfp4":
+        return "NVFP4WeightExperts" if chosen.activations is None else "NVFP4Experts"
+    return {"int8": "Int8Experts", "int4": "Int4Experts"}[str(chosen.weights)] if chosen.is_dynamic else None
 
-    ``formats``: layer -> format, the same for the three stacks of a mixture; those left out are in fp32.
-    """
-    parts: dict[str, StackPart] = {}
+
+def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
+    """The mixtures of a traced graph; whoever takes them puts something in their place, and their function goes with them."""
     by_path = {gate.path.removesuffix(".gate"): (gate, up, down) for gate, up, down in network.mixtures()}
     for node in list(model.graph):
-        if node.op_type != EXPERTS or node.domain != DOMAIN:
-            continue
-        stacks = by_path[node.metadata_props[LAYER_KEY]]
+        if node.op_type == MIXTURE and node.domain == DOMAIN:
+            stacks = by_path[node.metadata_props[LAYER_KEY]]
+            yield node, stacks
+    model.functions.pop((DOMAIN, MIXTURE, ""), None)
+
+
+def _replace(model: ir.Model, node: ir.Node, new: ir.Value) -> None:
+    """Let ``new`` take the place and the name of a node's result."""
+    old = node.outputs[0]
+    kept, new.shape, new.type = old.name, old.shape, old.type
+    old.replace_all_uses_with(new)
+    new.name, old.name = kept, None
+    model.graph.remove(node, safe=True)
+
+
+def lay_out(
+    model: ir.Model, network: NetworkSpec, formats: Mapping[str, str], amax: Mapping[str, float]
+) -> dict[str, StackPart]:
+    """Give every mixture of an fp32 graph weights in the format of its layers, in place; what its new initialisers hold.
+
+    ``formats``: layer -> format, the same for the three stacks of a mixture; those left out are in fp32. ``amax``: ranges of
+    their inputs, where the format rounds these by one.
+    """
+    parts: dict[str, StackPart] = {}
+    for node, stacks in _nodes(model, network):
+        gate, _, down = stacks
         (held,) = {formats.get(stack.path, HIGH) for stack in stacks}
-        chosen = FORMATS[held]
-        name = _CALLS[chosen.weights]
+        chosen, name = FORMATS[held], function_of(held)
+        assert name is not None, held
         functions.declare(model, name)
         inputs = list(node.inputs[:3])
         for stack in stacks:
             for part, (shape, dtype) in _initialisers(stack, held).items():
-                value = ir.Value(name=f"{stack.weight}.{part}", shape=ir.Shape(shape), type=ir.TensorType(dtype))
-                model.graph.initializers[str(value.name)] = value
+                value = _initialiser(model, f"{stack.weight}.{part}", shape, dtype)
                 parts[str(value.name)] = StackPart(stack.path, part, shape)
                 inputs.append(value)
-        gate, _, down = stacks
-        attributes: dict[str, list[int] | int] = {"columns": [gate.outputs] * 2, "out_columns": [down.outputs]}
-        if chosen.group_size is not None:
+        if FUNCTIONS[name].has_ranges:
+            for layer, scale in zip((gate, down), RANGES, strict=True):
+                number = activation_scale(str(chosen.activations), amax[layer.path])
+                inputs.append(_constant(model, f"{gate.path.removesuffix('.gate')}.{scale}", number))
+        attributes: dict[str, list[int] | int] = {}
+        if name != "FP8Experts":
+            attributes = {"columns": [gate.outputs] * (1 if chosen.weights == "nvfp4" else 2), "out_columns": [down.outputs]}
+        if chosen.weights == "int4" and chosen.group_size is not None:
             attributes["group_size"] = chosen.group_size
         call = ir.node(name, inputs, attributes, domain=DOMAIN, metadata_props=dict(node.metadata_props))
         model.graph.insert_before(node, call)
-        old, new = node.outputs[0], call.outputs[0]
-        kept, new.shape, new.type = old.name, old.shape, old.type
-        old.replace_all_uses_with(new)
-        new.name, old.name = kept, None
-        model.graph.remove(node, safe=True)
+        _replace(model, node, call.outputs[0])
         for stack in stacks:
             del model.graph.initializers[stack.weight]
-    if parts:
-        del model.functions[DOMAIN, EXPERTS, ""]
     return parts
 
 
+def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
+    """Replace every mixture by operators that compute all its experts for every token, in place; what its initialisers hold.
+
+    A stack is one matrix in one product: gate and up of all experts side by side, ``[K, E * N]``, and down one below the other,
+    ``[E * N, K]``, which adds their results up. Features are weighed in front of it, by 0 where a token goes elsewhere.
+    """
+    parts: dict[str, StackPart] = {}
+    for node, stacks in _nodes(model, network):
+        dtype = model.graph.initializers[stacks[0].weight].dtype
+        assert dtype is not None
+        for stack in stacks:
+            model.graph.initializers.pop(stack.weight)
+            shape = _wide_shape(stack)
+            _initialiser(model, stack.weight, shape, dtype)
+            parts[stack.weight] = StackPart(stack.path, "wide", shape)
+        _replace(model, node, _all_experts(model, node, stacks, dtype))
+    return parts
+
+
+def _all_experts(model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType) -> ir.Value:
+    """``[B, T, K]``, what a mixture's node gives."""
+    gate, up, down = stacks
+    x, chosen, weights = before.inputs[:3]
+    own = before.metadata_props[LAYER_KEY]
+
+    def op(op_type: str, *inputs: ir.Value | None, layer: str = own, gives: ir.DataType = dtype, **attributes: Any) -> ir.Value:
+        made = ir.node(op_type, list(inputs), attributes, metadata_props={LAYER_KEY: layer})
+        model.graph.insert_before(before, made)
+        made.outputs[0].type = ir.TensorType(gives)
+        return made.outputs[0]
+
+    def ints(*values: int) -> ir.Value:
+        return _constant(model, f"ints.{'.'.join(map(str, values))}", np.array(values, np.int64))
+
+    def product(value: ir.Value | None, stack: LinearSpec) -> ir.Value:
+        return op("MatMul", value, model.graph.initializers[stack.weight], layer=stack.path)
+
+    fp32 = ir.DataType.FLOAT
+    numbers = _constant(model, f"experts.{gate.count}", np.arange(gate.count, dtype=np.int64))
+    is_mine = op("Equal", op("Unsqueeze", chosen, ints(-1), gives=ir.DataType.INT64), numbers, gives=ir.DataType.BOOL)
+    chosen_weights = op("Unsqueeze", weights, ints(-1), gives=fp32)
+    by_choice = op("Mul", op("Cast", is_mine, to=fp32, gives=fp32), chosen_weights, gives=fp32)
+    shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)  # [B, T, E]
+    if dtype != fp32:
+        shares = op("Cast", shares, to=dtype)
+    first = product(x, gate)
+    hidden = op("Mul", op("Mul", first, op("Sigmoid", first)), product(x, up))
+    by_expert = op("Reshape", hidden, ints(0, 0, gate.count, gate.outputs))
+    weighed = op("Mul", by_expert, op("Unsqueeze", shares, ints(-1)))
+    return product(op("Reshape", weighed, ints(0, 0, gate.count * gate.outputs)), down)
+
+
+def _initialiser(model: ir.Model, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+    """One that is still to be written."""
+    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+    model.graph.initializers[name] = value
+    return value
+
+
+def _constant(model: ir.Model, name: str, array: Any) -> ir.Value:
+    """A small initialiser inside the graph's own file, one a name."""
+    if name not in model.graph.initializers:
+        tensor = ir.tensor(np.asarray(array), name=name)
+        value = ir.Value(name=name, shape=ir.Shape(np.shape(array)), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        model.graph.initializers[name] = value
+    return model.graph.initializers[name]
+
+
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Part -> shape and type."""
+    """Part -> shape and type, in the order that the function takes them in."""
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
+    by_column = (stack.count, count * functions.PANEL)
     if chosen.weights is None:
         return {"panels": ((*in_front, stack.inputs, functions.PANEL), ir.DataType.FLOAT)}
+    if chosen.weights == "fp8":
+        return {"codes": (stack.shape, ir.DataType.UINT8), "scales": ((stack.count, stack.outputs), ir.DataType.FLOAT)}
     if chosen.group_size is None:
-        codes, scales = (*in_front, stack.inputs // functions.DOT, *lines), (stack.count, count * functions.PANEL)
-        return {"panels": (codes, ir.DataType.UINT8), "panel_scales": (scales, ir.DataType.FLOAT)}
-    groups = -(-stack.inputs // chosen.group_size)
-    return {
-        "panels": ((*in_front, stack.inputs // functions.PAIRS, *lines), ir.DataType.UINT8),
-        "panel_scales": ((*in_front, groups, functions.PANEL), ir.DataType.FLOAT16),
-    }
+        codes = (*in_front, stack.inputs // functions.DOT, *lines)
+        return {"panels": (codes, ir.DataType.UINT8), "panel_scales": (by_column, ir.DataType.FLOAT)}
+    groups = (*in_front, -(-stack.inputs // chosen.group_size), functions.PANEL)
+    if chosen.weights == "nvfp4":
+        return {
+            "panels": ((*in_front, stack.inputs, functions.PANEL // 2), ir.DataType.UINT8),
+            "panel_scales": (groups, ir.DataType.UINT8),
+            "global_scale": ((), ir.DataType.FLOAT),
+        }
+    codes = (*in_front, stack.inputs // functions.PAIRS, *lines)
+    return {"panels": (codes, ir.DataType.UINT8), "panel_scales": (groups, ir.DataType.FLOAT16)}
+
+
+# ---- What the initialisers hold ----
+
+
+def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
+    if stack.role == "down":
+        return stack.count * stack.inputs, stack.outputs
+    return stack.inputs, stack.count * stack.outputs
+
+
+def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
+    """All experts' matrices of a stack as the one that ``spread`` multiplies by; ``read`` gives parts of ``[E, K, N]``."""
+
+    def rows(at: Index) -> np.ndarray:
+        first, last, _ = at[0].indices(_wide_shape(stack)[0])
+        if stack.role == "down":
+            begin, end = first // stack.inputs, -(-last // stack.inputs)
+            below = read((slice(begin, end),)).reshape(-1, stack.outputs)
+            return below[first - begin * stack.inputs : last - begin * stack.inputs]
+        beside: np.ndarray = read((slice(0, stack.count), slice(first, last))).transpose(1, 0, 2)
+        return beside.reshape(last - first, -1)
+
+    return Lazy(_wide_shape(stack), rows)
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:

@@ -15,6 +15,9 @@ definitions are what those kernels must compute.
 ``Fp32Experts``,            the same with all experts' weights in panels of a format
 ``Int8Experts``,
 ``Int4Experts``
+``FP8Experts``,             the same on the values that FP8 and NVFP4 stand for; tokens, and what goes down, weighed before it
+``NVFP4Experts``,           does, are rounded by a scale each, but of NVFP4's weights alone. Kernels multiply by NVFP4
+``NVFP4WeightExperts``
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
                             q, k, v ``[B, T, heads * D]``, turned by position here
 ``Fp16CachedAttention``     the same with cached rows in fp16, past and present
@@ -55,7 +58,7 @@ import onnx_ir as ir
 from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Lazy
 from dlm_export.graph.body import DOMAIN, Body
-from dlm_export.graph.routed import EXPERTS, experts
+from dlm_export.graph.routed import FUNCTIONS, experts
 
 LINEAR = ("Int8Linear", "Int4Linear")
 """The layers that quantise their inputs by rows: those over one input may be put together."""
@@ -148,7 +151,7 @@ def declare(model: ir.Model, name: str) -> None:
     if identifier not in model.functions:
         model.functions[identifier] = _DEFINITIONS[name]()
         model.graph.opset_imports[DOMAIN] = 1
-        for called in EXPERTS.get(name, ()):
+        for called in FUNCTIONS[name].calls if name in FUNCTIONS else ():
             declare(model, called)
 
 
@@ -340,7 +343,7 @@ def _nvfp4() -> ir.Function:
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, constant = body.op, body.constant
     x, scale = body.inputs
-    groups = op("Reshape", x, body.ints(0, 0, -1, 16))
+    groups = op("Reshape", x, body.ints(-1, 16))
     amax = op("ReduceMax", op("Abs", groups), body.ints(-1), keepdims=1)
     wanted = op("Div", amax, op("Mul", scale, constant(np.float32(6))))
     is_zero = op("Equal", wanted, constant(np.float32(0)))
@@ -364,7 +367,7 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int4Linear2": lambda: _linear("Int4Linear2", 2, is_int4=True),
     "Int4Linear3": lambda: _linear("Int4Linear3", 3, is_int4=True),
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
-    **{name: functools.partial(experts, name) for name in EXPERTS},
+    **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
         f"{stored}{kind}CachedAttention": functools.partial(_cached_attention, f"{stored}{kind}CachedAttention", *codes)
         for kind in ("", BLOCK)

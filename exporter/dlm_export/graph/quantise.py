@@ -37,8 +37,9 @@ import onnx_ir as ir
 from dlm_calibration.formats import E2M1_VALUES, activation_scale
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
-from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph import LAYER_KEY, experts, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import LinearSpec
 
@@ -67,8 +68,8 @@ def misfit(layer: LinearSpec, name: str, *, for_tensorrt: bool = False) -> str |
     """Why a layer's shape does not suit a format, None where it does; TensorRT takes no group that is short."""
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
-    if layer.is_stacked and name != HIGH and (for_tensorrt or not chosen.is_dynamic):
-        return f"experts are computed in full precision{'' if for_tensorrt else ', INT8 or INT4'}, and {name} is neither"
+    if layer.is_stacked and not for_tensorrt and experts.function_of(name) is None:
+        return f"a CPU has no function for experts in {name}"
     if size is not None and inputs % size and (for_tensorrt or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
     together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
@@ -94,8 +95,9 @@ def rewrite(
     forms are written over the same initialisers.
     """
     writer = _Writer(traced, for_tensorrt, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
-    stacks = {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}  # ``experts`` has those
-    wanted = {layer for layer, name in formats.items() if name != HIGH} - stacks
+    wanted = {layer for layer, name in formats.items() if name != HIGH}
+    if any(node.op_type == MIXTURE for node in traced.model.graph):  # their weights are laid out by ``experts``
+        wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     for node in list(traced.model.graph):
         layer = node.metadata_props.get(LAYER_KEY, "")
         weight = _weight(node)

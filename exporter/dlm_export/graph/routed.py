@@ -1,32 +1,57 @@
 """Mixtures of experts as functions of standard operators: a loop over the experts that are chosen, each for its tokens.
 
-Of INT8 and INT4 weights an expert is a call of the gated layer and one
-of the layer behind it (``functions``), so that inputs are quantised by rows, twice.
+Of INT8 and INT4 weights an expert is a call of the gated layer and one of the layer behind it (``functions``), so that inputs
+are quantised by rows, twice. Formats that a CPU has no arithmetic for are computed in fp32 on the values that they stand for:
+their inputs are rounded in one range, which the weighed features have behind the gate.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from dlm_export.graph.body import Body, LoopBody
+from dlm_export.network.spec import STACKS
 
-EXPERTS: dict[str, tuple[str, ...]] = {
-    "Experts": (),
-    "Fp32Experts": (),
-    "Int8Experts": ("Int8GatedLinear", "Int8Linear"),
-    "Int4Experts": ("Int4GatedLinear", "Int4Linear"),
+MIXTURE = "Experts"
+"""The function that a trace calls; the others of ``FUNCTIONS`` take its place when weights are laid out."""
+RANGES = ("x_scale", "hidden_scale")
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a function takes experts: ``parts`` of each stack, behind its name; ``calls``: functions of ours; and whether the
+    scales of ``RANGES`` come behind the stacks.
+    """
+
+    parts: tuple[str, ...] = ("",)
+    calls: tuple[str, ...] = ()
+    has_ranges: bool = False
+
+
+_CODES, _IN_GROUPS = ("", "_scales"), ("", "_scales", "_global_scale")
+FUNCTIONS: dict[str, Held] = {
+    MIXTURE: Held(),
+    "Fp32Experts": Held(),
+    "Int8Experts": Held(_CODES, ("Int8GatedLinear", "Int8Linear")),
+    "Int4Experts": Held(_CODES, ("Int4GatedLinear", "Int4Linear")),
+    "FP8Experts": Held(_CODES, has_ranges=True),
+    "NVFP4Experts": Held(_IN_GROUPS, ("NVFP4Linear", "NVFP4QuantizeDequantize"), has_ranges=True),
+    "NVFP4WeightExperts": Held(_IN_GROUPS, ("NVFP4Linear",)),
 }
-"""Function -> the functions that it calls."""
-_STACKS = ("gate", "up", "down")
 
 
 def experts(name: str) -> ir.Function:
-    """Results are weighed and added up in fp32. ``Experts`` has weights ``[E, K, N]``; the others have panels, and attributes:
-    ``columns`` of gate and up, and ``out_columns`` of down.
+    """Results are weighed and added up in fp32. ``Experts`` has weights ``[E, K, N]``, ``FP8Experts`` codes like that, a byte
+    each; the others have panels, and attributes: ``columns`` of gate and up, and ``out_columns`` of down.
     """
-    parts = ("", "_scales") if EXPERTS[name] else ("",)
-    body = Body(name, " ".join(("x", "chosen", "weights", *(f"{stack}{part}" for stack in _STACKS for part in parts))))
+    held = FUNCTIONS[name]
+    ports = ["x", "chosen", "weights", *(f"{stack}{part}" for stack in STACKS for part in held.parts)]
+    body = Body(name, " ".join(ports + list(RANGES) * held.has_ranges))
     op, ints = body.op, body.ints
     x, chosen, weights, *stored = body.inputs
     rows = op("Reshape", x, op("Concat", ints(-1), op("Shape", x, start=-1), axis=0))
@@ -45,15 +70,19 @@ def experts(name: str) -> ir.Function:
     has_chosen = loop.op("ReduceMax", loop.op("Cast", is_mine, to=ir.DataType.INT64), last, keepdims=0)
     mine = loop.op("Transpose", loop.op("NonZero", has_chosen), perm=[1, 0])
     inputs = loop.op("Gather", rows, loop.op("Squeeze", mine, last))
-    result = _one(name, loop, inputs, [loop.op("Gather", value, expert) for value in stored], counts)
-    weighed = loop.op("Mul", loop.op("Cast", result, to=ir.DataType.FLOAT), loop.op("Gather", share, mine))
+    own_share = loop.op("Gather", share, mine)
+    if name.startswith(("FP8", "NVFP4")):
+        weighed = _rounded_expert(name, loop, inputs, own_share, stored, expert)
+    else:
+        result = _one(name, loop, inputs, [loop.op("Gather", value, expert) for value in stored], counts)
+        weighed = loop.op("Mul", loop.op("Cast", result, to=ir.DataType.FLOAT), own_share)
     added = loop.op("ScatterND", loop.carried, mine, weighed, reduction="add")
     y = loop.run(body, op("Squeeze", op("Shape", reached)), nothing, added)
     return body.function({"y": op("CastLike", op("Reshape", y, op("Shape", x)), x)}, attributes)
 
 
 def _attributes(name: str) -> dict[str, ir.AttributeType]:
-    if name == "Experts":
+    if name in (MIXTURE, "FP8Experts"):
         return {}
     group_size = {"group_size": ir.AttributeType.INT} if name == "Int4Experts" else {}
     return {"columns": ir.AttributeType.INTS, "out_columns": ir.AttributeType.INTS} | group_size
@@ -61,15 +90,18 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 
 def _one(name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]) -> ir.Value:
     """What an expert makes of its rows ``x`` ``[n, K]``; ``stored`` are its own weights, and scales."""
-    if EXPERTS[name]:
-        gated, behind = EXPERTS[name]
+    if calls := FUNCTIONS[name].calls:
+        gated, behind = calls
         hidden: ir.Value = loop.call(gated, x, *stored[:4], columns="columns", group_size="group_size" * ("4" in name))
         y: ir.Value = loop.call(behind, hidden, *stored[4:], columns="out_columns", group_size="group_size" * ("4" in name))
         return y
     gate, up, down = stored if not counts else (_matrix(loop, panels, counts[i > 1]) for i, panels in enumerate(stored))
-    product = loop.op("MatMul", x, gate)
-    silu = loop.op("Mul", product, loop.op("Sigmoid", product))
-    found: ir.Value = loop.op("MatMul", loop.op("Mul", silu, loop.op("MatMul", x, up)), down)
+    found: ir.Value = loop.op("MatMul", _gated(loop, loop.op("MatMul", x, gate), loop.op("MatMul", x, up)), down)
+    return found
+
+
+def _gated(loop: LoopBody, gate: ir.Value, up: ir.Value) -> ir.Value:
+    found: ir.Value = loop.op("Mul", loop.op("Mul", gate, loop.op("Sigmoid", gate)), up)
     return found
 
 
@@ -78,3 +110,51 @@ def _matrix(loop: LoopBody, panels: ir.Value, columns: ir.Value) -> ir.Value:
     whole = loop.op("Reshape", loop.op("Transpose", panels, perm=[1, 0, 2]), loop.ints(0, -1))
     found: ir.Value = loop.op("Slice", whole, loop.ints(0), columns, loop.ints(1))
     return found
+
+
+def _rounded_expert(
+    name: str, loop: LoopBody, x: ir.Value, share: ir.Value, stored: list[ir.Value], expert: ir.Value
+) -> ir.Value:
+    """What an expert makes of its rows ``x`` ``[n, K]``, which count ``share`` ``[n, 1]``."""
+    held = FUNCTIONS[name]
+    size = len(held.parts)
+    multiply, rounded = (_by_fp8, _to_fp8) if name.startswith("FP8") else (_by_nvfp4, _to_nvfp4)
+    seen, *scales = x, *stored[3 * size :]
+    gate, up, down = (stored[i * size : (i + 1) * size] for i in range(3))
+    if held.has_ranges:
+        seen = rounded(loop, seen, scales[0])
+    hidden = _gated(loop, multiply(loop, seen, gate, expert, "columns"), multiply(loop, seen, up, expert, "columns"))
+    hidden = loop.op("Mul", hidden, share)
+    if held.has_ranges:
+        hidden = rounded(loop, hidden, scales[1])
+    return multiply(loop, hidden, down, expert, "out_columns")
+
+
+def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
+    """Bytes as the numbers that they are in E4M3: ONNX Runtime picks no entries of a tensor of these."""
+    codes = loop.op("Cast", stored, to=ir.DataType.INT32)
+    found: ir.Value = loop.op("Gather", loop.constant(_E4M3_VALUES), codes)
+    return found
+
+
+def _by_fp8(loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, _: str) -> ir.Value:
+    codes, scales = (loop.op("Gather", value, expert) for value in stack)
+    found: ir.Value = loop.op("MatMul", x, loop.op("Mul", _e4m3(loop, codes), scales))
+    return found
+
+
+def _to_fp8(loop: LoopBody, x: ir.Value, scale: ir.Value) -> ir.Value:
+    zero = loop.constant(np.zeros((), ml_dtypes.float8_e4m3fn))
+    found: ir.Value = loop.op("DequantizeLinear", loop.op("QuantizeLinear", x, scale, zero), scale, zero)
+    return found
+
+
+def _by_nvfp4(loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, columns: str) -> ir.Value:
+    codes, scales = (loop.op("Gather", value, expert) for value in stack[:2])
+    group_scales = loop.op("Cast", _e4m3(loop, scales), to=ir.DataType.FLOAT8E4M3FN)
+    found: ir.Value = loop.call("NVFP4Linear", x, codes, group_scales, stack[2], columns=columns)
+    return found
+
+
+def _to_nvfp4(loop: LoopBody, x: ir.Value, scale: ir.Value) -> ir.Value:
+    return loop.call("NVFP4QuantizeDequantize", x, scale)

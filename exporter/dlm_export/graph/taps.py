@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.experts import EXPERTS
+from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
@@ -31,7 +31,7 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
-        if node.domain == DOMAIN and node.op_type == EXPERTS:  # a mixture of experts, and who goes where in it
+        if node.domain == DOMAIN and node.op_type == MIXTURE:  # a mixture of experts, and who goes where in it
             tokens, chosen, weights = (str(value.name) for value in node.inputs[:3] if value is not None)
             found |= {layer: Tap(tokens, str(node.outputs[0].name)), f"{layer}{ROUTES}": Tap(chosen, weights)}
             continue

@@ -30,13 +30,13 @@ from dlm_export.graph import (
     PLAIN_OPSET,
     TOP_K,
     definitions,
-    experts,
     functions,
     repeat,
 )
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.routed import MIXTURE
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.experts import RoutedMLPs
+from dlm_export.network.experts import Router
 from dlm_export.network.spec import NetworkSpec
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -145,21 +145,21 @@ def describe(network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_
     }
 
 
-def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False, is_dense: bool = False) -> Graph:
+def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
     """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``graph.PRECISIONS``.
 
-    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21. ``is_dense``: all experts are
-    computed for every token, which every engine can.
+    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21. A mixture of experts is one node,
+    which is still to be laid out (``graph.experts``).
     """
     dtype = _DTYPES[precision]
     layers = repeat.kinds(network)
     c = replace(network, layers=tuple(network.layers[layers.index(kind)] for kind in range(max(layers) + 1)))
     with torch.device("meta"):
         module = Pass(Denoiser(c, is_plain)).eval()
-    for mixture in module.modules():
-        if isinstance(mixture, RoutedMLPs):
-            mixture.is_dense |= is_dense
     module.denoiser.to(dtype)
+    for part in module.modules():
+        if isinstance(part, Router):
+            part.float()
     B, T, S, R = 2, 7, 5, 3
     with torch.device("meta"):
         ids = torch.zeros(B, T, dtype=torch.int64)
@@ -196,7 +196,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False, 
         model.graph.initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
-        functions.declare(model, experts.EXPERTS)
+        functions.declare(model, MIXTURE)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
     if is_plain:  # all operators that are left have been the same since
@@ -210,8 +210,8 @@ def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)", "gate": "T", "up": "T", "down": "T"}
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
     outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
-    schema = onnx.defs.OpSchema(experts.EXPERTS, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real])
-    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), experts.EXPERTS, schema)
+    schema = onnx.defs.OpSchema(MIXTURE, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real])
+    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), MIXTURE, schema)
     return operator(x, chosen, weights, *stacks)
 
 

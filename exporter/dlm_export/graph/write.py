@@ -36,7 +36,8 @@ def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] 
     tables = c.rotary_tables()
     elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
     padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
-    saved = 0
+    routers = sum(layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router")  # in fp32
+    saved = -routers * (4 - PRECISIONS[precision])
     for path, layer in c.quantisable().items():
         chosen = FORMATS[(formats or {}).get(path, HIGH)]
         if chosen.weights is not None or layer.is_stacked:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from dlm_export.judging.swept import SweptPredictor
-    from dlm_export.quantising import calibrate
+    from dlm_export.quantising.numbers import Quantisation
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
 
@@ -359,8 +359,10 @@ class MaskedLoss:
         return float("inf") if increase is None else float(increase)
 
 
-def statistics(done: calibrate.Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The calibration record of accuracy.json: provenance, and the ranges of every layer that was observed."""
     if provenance is None or done.observers is None:
         return None
-    return {**provenance, "observer": done.recipe.observer, "layers": [obs.summary() for obs in done.observers.values()]}
+    layers = [observer.summary() for observer in done.observers.values()]
+    reached = [each.as_dict() for each in done.reached.values()]
+    return {**provenance, "observer": done.recipe.observer, "layers": layers, "experts": reached}

@@ -29,7 +29,7 @@ from dlm_export.network.denoiser import Block
 from dlm_export.network.layered import Layered, named
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import Target
 from dlm_export.workplace import Workplace

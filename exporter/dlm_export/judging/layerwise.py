@@ -35,6 +35,7 @@ from dlm_export.graph.taps import ROUTES, SHOWN, Tap, show
 from dlm_export.judging.parity import (
     LOGITS,
     PART_TOLERANCES,
+    ROUTER,
     Canvas,
     LayerRow,
     Parity,
@@ -44,15 +45,16 @@ from dlm_export.judging.parity import (
 )
 from dlm_export.judging.part_runs import Values, full_pass, run_parts
 from dlm_export.memory import give_back
-from dlm_export.network.experts import RoutedMLPs
+from dlm_export.network.experts import RoutedMLPs, Router, Stacked
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 # How far an input may be from a boundary for either code to be right: a few roundings of fp32, in which codes are found.
 _BOUNDARY = 2.0**-20
+_STEEPEST_SILU = 1.1
 
 
 def units(network: NetworkSpec) -> int:
@@ -103,7 +105,9 @@ def check_layers(
         beside.run(part, shown)
         on_done()
     graph = graph_rows(canvases, beside.found, beside.expected)
-    return Parity(f"quantised, {base}", PART_TOLERANCES[base], graph, [], layers=list(beside.rows.values()))
+    return Parity(
+        f"quantised, {base}" if done.formats else base, PART_TOLERANCES[base], graph, [], layers=list(beside.rows.values())
+    )
 
 
 class _Beside:
@@ -142,10 +146,15 @@ class _Beside:
         give_back()
         self.alone.through(i, block)
         for path, module in modules.items():
-            if isinstance(module, RoutedMLPs) and self._format_of(path) != HIGH:
+            if not isinstance(module, RoutedMLPs):
+                continue
+            module.is_dense = f"{path}.gate" in self.taps
+            if not module.is_dense:  # a node of the graph has all three stacks
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
-                module.register_forward_pre_hook(functools.partial(self._before_experts, path, shown))
-                module.register_forward_hook(functools.partial(self._after_experts, path, shown))
+            router = modules[f"{path.removesuffix('.experts')}.router"]
+            assert isinstance(router, Router)
+            module.register_forward_pre_hook(functools.partial(self._before_experts, path, router, shown))
+            module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
                 # Before the quantisation that ``simulate`` put there.
@@ -164,30 +173,36 @@ class _Beside:
             return None
         x, theirs = values[tap.input], values[tap.output]
         if np.isfinite(x).all() and np.isfinite(theirs).all():
-            slack = _slack(self.done, layer, x, module.weight.cpu().numpy())
+            weight = module.wide() if isinstance(module, Stacked) else module.weight
+            slack = _slack(self.done, layer, x, weight.cpu().numpy())
             self._note_output(layer, output.cpu().numpy(), theirs, slack)
             return torch.from_numpy(theirs).to(output.device)
         self._note(layer, 0.0, float("inf"))
         return None
 
-    def _before_experts(self, path: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Who goes where is compared by weight: of two equally good experts either may be chosen."""
+    def _before_experts(
+        self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Who goes where is compared by score, from the graph's own tokens: of two experts as good either may be chosen."""
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
-        x, weights = values[self.taps[path].input], values[routes.output]
-        self._note_input(path, inputs[0].cpu().numpy(), x)
-        self._note_input(path, inputs[2].sort().values.cpu().numpy(), np.sort(weights))
-        device = inputs[0].device
-        chosen = torch.from_numpy(values[routes.input]).to(device, torch.int64)
-        return torch.from_numpy(x).to(device), chosen, torch.from_numpy(weights).to(device)
+        self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
+        x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
+        chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
+        scores, judged = router.scores(x)
+        weights, theirs = router.weights_of(scores, judged, chosen), torch.from_numpy(values[routes.output]).to(x.device)
+        for wrong, right in ((router.shortfall(judged, chosen), judged), ((weights - theirs).abs(), weights)):
+            relative = float(wrong.amax() / right.abs().amax().clamp(min=1e-30))
+            self._note_router(path, relative if math.isfinite(relative) else math.inf)
+        return x, chosen, theirs
 
     def _after_experts(
         self, path: str, shown: Sequence[Values], module: RoutedMLPs, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
         theirs = self._shown_now(shown)[self.taps[path].output]
-        slack = torch.zeros_like(output)
-        for step in (_BOUNDARY, -_BOUNDARY):  # inputs that lie on a boundary between codes, and what comes of them
-            slack += 2 * (module.routed(inputs[0] * (1 + step), *inputs[1:]) - output).abs()
-        self._note_output(path, output.cpu().numpy(), theirs, slack.cpu().numpy())
+        slack = np.zeros(theirs.shape, np.float32)
+        if not module.is_dense and self._format_of(path) != HIGH:
+            slack = _experts_slack(self.done, path, module, *inputs).cpu().numpy()
+        self._note_output(path, output.cpu().numpy(), theirs, slack)
         return torch.from_numpy(theirs).to(output.device)
 
     def _format_of(self, layer: str) -> str:
@@ -224,11 +239,14 @@ class _Beside:
     def _note_input(self, layer: str, ours: np.ndarray, theirs: np.ndarray) -> None:
         self._note(layer, max(map(_relative, ours, theirs)), None)
 
+    def _note_router(self, path: str, relative: float) -> None:
+        self._note(f"{path.removesuffix('.experts')}.router", relative, None)
+
     def _note_output(self, layer: str, ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray) -> None:
         self._note(layer, 0.0, max(map(_relative, ours, theirs, slack)))
 
     def _note(self, layer: str, input_relative: float, output_relative: float | None) -> None:
-        row = self.rows.get(layer, LayerRow(layer, self._format_of(layer), 0.0, None))
+        row = self.rows.get(layer, LayerRow(layer, ROUTER if layer.endswith(".router") else self._format_of(layer), 0.0, None))
         outputs = [each for each in (row.output_relative, output_relative) if each is not None]
         self.rows[layer] = LayerRow(layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None))
 
@@ -269,6 +287,32 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
     """By how much each output may differ because inputs lie on a boundary between codes: those take one code or the next."""
     apart = _apart(done, layer, x)
     return np.zeros((*x.shape[:-1], weight.shape[1]), np.float32) if apart is None else apart @ np.abs(weight)
+
+
+def _experts_slack(done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """``_slack`` of a mixture's result ``[.., hidden]``, through both codes on the way: of tokens, and of what goes down."""
+    gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
+    room = torch.zeros_like(tokens)
+    slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
+    for expert in range(module.count):
+        rows, places = (slots == expert).nonzero(as_tuple=True)
+        if len(rows) == 0:
+            continue
+        mine, share = tokens[rows], shares[rows, places, None]
+        gated, wide = module.gate(mine, expert), module.up(mine, expert)
+        hidden = torch.nn.functional.silu(gated) * wide * share
+        apart = _apart(done, gate, mine.cpu().numpy())
+        moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY  # sums in another order, of the largest
+        if apart is not None:
+            by_gate, by_up = (torch.from_numpy(apart).to(x) @ each.matrix(expert).abs() for each in (module.gate, module.up))
+            silu = torch.nn.functional.silu(gated).abs()
+            moved = moved + share.abs() * (_STEEPEST_SILU * by_gate * (wide.abs() + by_up) + silu * by_up)
+        seen, low, high = (
+            torch.from_numpy(calibrate.as_seen(done, down, each.cpu().numpy())).to(x)
+            for each in (hidden, hidden - moved, hidden + moved)
+        )
+        room[rows] += torch.maximum((high - seen).abs(), (low - seen).abs()) @ module.down.matrix(expert).abs()
+    return room.view(x.shape)
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:

@@ -29,6 +29,7 @@ TAIL_LENGTH = 48  # random tokens behind a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
 ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
 OUR_DENOISER = "our torch denoiser"
+ROUTER = "fp32"  # what a row of parts says that a router is held in, whatever the full precision is
 LOGITS = "logits"  # what a row of parts calls the network's end
 
 
@@ -155,6 +156,14 @@ class Parity:
 
     def _missed(self, row: LayerRow) -> list[str]:
         limit = self.tolerance.relative
+        if row.format == ROUTER:
+            limit = PART_TOLERANCES[ROUTER].relative
+            if row.worst <= limit:
+                return []
+            return [
+                f"{row.layer} chooses experts that are worse than those that torch chooses of the same tokens, or weighs them "
+                f"otherwise: by {row.worst:.2e} of the largest, more than {limit:.1e}"
+            ]
         where = "the logits, after the last layer," if row.layer == LOGITS else f"what goes into {row.layer}"
         found = []
         if not row.input_relative <= limit:

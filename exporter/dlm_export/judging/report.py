@@ -103,6 +103,7 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "worst_flip_rate": max(_flip_rates(judgement), default=0.0),
         "sensitive": sensitive,
         "drifting": drifting,
+        "experts": [_reached(row) for row in (calibration or {}).get("experts") or []],
         "map_rows": MAP_ROWS,
         "table_layers": TABLE_LAYERS,
         "figure_layers": FIGURE_LAYERS,
@@ -111,6 +112,20 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "sensitivity_figure": figures.draw_sensitivity(sensitive[:FIGURE_LAYERS]) if sensitive else None,
         "nfe_figure": figures.draw_nfe(judgement) if judgement and judgement["free_running"] else None,
         "threshold_figure": figures.draw_threshold(threshold) if threshold and threshold["curve"] else None,
+    }
+
+
+EXPERTS_NAMED = 12  # of a mixture, by number
+
+
+def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line on what tokens the experts of a mixture met in calibration."""
+    counts, few = sorted(row["tokens"]), [expert for expert in row["few"] if expert not in row["never"]]
+    median = counts[len(counts) // 2]
+    return {"layer": row["layer"], "count": len(counts), "least": counts[0], "median": median} | {
+        name: ", ".join(map(str, experts[:EXPERTS_NAMED]))
+        + f" and {len(experts) - EXPERTS_NAMED} more" * (len(experts) > EXPERTS_NAMED)
+        for name, experts in (("never", row["never"]), ("few", few))
     }
 
 

@@ -25,7 +25,7 @@ from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.calibrate import Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16

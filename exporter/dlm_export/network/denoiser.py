@@ -162,9 +162,7 @@ class Block(nn.Module):
         self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = (
-            MLP(spec.mlp.size, hidden_size) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp, hidden_size, is_plain)
-        )
+        self.mlp = MLP(spec.mlp.size, hidden_size) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp, hidden_size)
         self.mlp_out_norm = norm("mlp_out_norm")
 
     def forward(self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None) -> tuple[Tensor, Past]:

@@ -23,6 +23,8 @@ NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
 """Type of a cache, as the manifest has it -> bytes of an element, and of the scale behind a row of a head."""
+STACKS = ("gate", "up", "down")
+"""Roles of the three matrices of a gated MLP, and of the stacks of experts that are such."""
 NEVER_QUANTISED = ("router",)
 """Roles of linear layers that no recipe reaches. Norms, position tables and the embedding are no linear layers at all."""
 

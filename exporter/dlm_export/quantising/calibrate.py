@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -19,26 +18,26 @@ from torch import Tensor, nn
 
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import FP16, FP32, QuantisedWeight, ScaleType, quantise_activation, quantise_weight, with_scales
+from dlm_calibration.formats import FP32, ScaleType, quantise_activation
 from dlm_calibration.observers import Method, Observer, Observers
-from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_calibration.states import State
 from dlm_export import families
-from dlm_export.families.base import Parameters, later
+from dlm_export.families.base import Parameters
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.experts import Stacked
+from dlm_export.network.experts import RoutedMLPs, Stacked
 from dlm_export.network.layered import Carried, named
 from dlm_export.network.linear import has_bf16_kernels
-from dlm_export.network.spec import LinearSpec, NetworkSpec
-from dlm_export.quantising import gptq, modelopt
+from dlm_export.network.spec import STACKS, LinearSpec, NetworkSpec
+from dlm_export.quantising import experts, gptq, modelopt
+from dlm_export.quantising.experts import Entered, Reached, member
+from dlm_export.quantising.folding import AWQ_ROWS, fold
 from dlm_export.quantising.gptq import Gram
+from dlm_export.quantising.numbers import Folded, Quantisation, by_site
+from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
-
-AWQ_ROWS = 256
-
 
 LARGE = 500_000_000
 """Parameters from which calibration computes in bf16 where the device can: ranges need no more. Judging takes fp32."""
@@ -47,135 +46,6 @@ LARGE = 500_000_000
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
     """The element type that calibration computes in."""
     return torch.bfloat16 if network.parameter_count() > LARGE and has_bf16_kernels(device) else torch.float32
-
-
-def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Site -> the layers that read that input, in order of the pass."""
-    sites: dict[str, list[LinearSpec]] = {}
-    for layer in layers:
-        sites.setdefault(layer.site, []).append(layer)
-    return sites
-
-
-@dataclass
-class Folded:
-    """A source's parameters with scales folded in: rows are inputs, columns outputs (of a norm or bias: its elements)."""
-
-    source: Parameters
-    network: NetworkSpec
-    rows: dict[str, np.ndarray] = field(default_factory=dict)
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """See ``Parameters.read``; scaled in fp32."""
-        if parameter not in self.rows and parameter not in self.columns:
-            return self.source.read(parameter, dtype, at)
-        array = self.source.read(parameter, np.dtype(np.float32), at)
-        if parameter in self.rows:
-            array = array * self.rows[parameter][at[array.ndim - 2 : array.ndim - 1]][:, None]
-        if parameter in self.columns:
-            array = array * self.columns[parameter][at[array.ndim - 1 :]]
-        return np.asarray(array, dtype=dtype)
-
-    def view(self, parameter: str) -> Tensor | None:
-        """See ``Parameters.view``."""
-        return None if parameter in self.rows or parameter in self.columns else self.source.view(parameter)
-
-    @functools.cached_property
-    def _readers(self) -> dict[str, list[LinearSpec]]:
-        return by_site(self.network.linear_layers())
-
-    def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input at a site by ``scales`` ``[K]``, and multiply the rows of all matrices that read it."""
-        readers = self._readers[of]
-        fold = readers[0].fold
-        assert fold is not None, of
-        # Runs of inputs that read the same elements get one scale.
-        shared = scales.reshape(-1, fold.repeats, fold.run).max(1)
-        scales = np.repeat(shared, fold.repeats, 0).reshape(-1)
-        for name in fold.parameters:
-            self._divide(self.columns, name, shared.reshape(-1))
-        for reader in readers:
-            self.rows[reader.weight] = self.rows.get(reader.weight, np.float32(1)) * scales
-
-    @staticmethod
-    def _divide(into: dict[str, np.ndarray], name: str, scales: np.ndarray) -> None:
-        into[name] = into.get(name, np.float32(1)) / scales
-
-
-@dataclass
-class Quantisation:
-    """Everything that a quantised graph needs beside the trace; ``weight`` and ``embedding`` give its codes."""
-
-    recipe: Recipe
-    formats: dict[str, str]
-    parameters: Folded
-    amax: dict[str, float] = field(default_factory=dict)
-    rotated: dict[str, int] = field(default_factory=dict)
-    observers: Observers | None = None
-    stored: families.Weights | None = None
-    scale_dtype: ScaleType = FP32
-    """What the graph holds scales in, but those of formats that always have them in fp16."""
-    solved: Solved = field(default_factory=Solved)
-
-    def matrix(self, layer: str) -> np.ndarray:
-        """A layer's full-precision weight ``[K, N]``, fp32, foldings and rotation applied."""
-        w = self.parameters.read(f"{layer}.weight", np.dtype(np.float32))
-        return solvers.rotate_rows(w) if layer in self.rotated else w
-
-    def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """The quantised weight of one of a layer's experts: they are rounded to nearest, whatever the solver."""
-        stack = self._later(f"{layer}.weight")
-
-        def read(at: Index) -> np.ndarray:
-            of_stack = (slice(expert, expert + 1), *at)
-            found: np.ndarray = stack[of_stack][0]
-            return found
-
-        return self.rounded(Lazy(stack.shape[1:], read), FORMATS[self.formats[layer]])
-
-    def weight(self, layer: str) -> QuantisedWeight:
-        """A layer's quantised weight: solved during calibration, or rounded to nearest now."""
-        chosen = FORMATS[self.formats[layer]]
-        assert chosen.weights is not None
-        if self.stored is not None:
-            found = self.stored.stored(f"{layer}.weight")
-            assert found is not None
-            return with_scales(found.weight, self._scales_in(chosen))
-        if layer in self.solved:
-            return self.solved[layer]
-        w = self.matrix(layer) if layer in self.rotated else self._later(f"{layer}.weight")
-        return self.rounded(w, chosen)
-
-    def rounded(self, w: np.ndarray | Lazy, chosen: LayerFormat) -> QuantisedWeight:
-        """A matrix rounded to nearest in a layer format."""
-        assert chosen.weights is not None
-        return quantise_weight(w, chosen.weights, group_size=chosen.group_size, scale_dtype=self._scales_in(chosen))
-
-    def _scales_in(self, chosen: LayerFormat) -> ScaleType:
-        return FP16 if chosen.has_half_scales else self.scale_dtype
-
-    def solve(self, layer: str, factor: Tensor) -> None:
-        """Round a layer's weight by GPTQ; ``factor`` is of its input (``gptq.inverse_factor``)."""
-        chosen = FORMATS[self.formats[layer]]
-        assert chosen.weights is not None
-        scale_dtype = self._scales_in(chosen)
-        self.solved[layer] = gptq.gptq(
-            self.matrix(layer), factor, format=chosen.weights, group_size=chosen.group_size, scale_dtype=scale_dtype
-        )
-
-    def embedding(self) -> QuantisedWeight:
-        """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
-        assert self.recipe.embedding is not None
-        table = self._later("embed.weight")
-        return quantise_weight(Lazy(table.shape[::-1], lambda at: table[at[::-1]].T), self.recipe.embedding)
-
-    def _later(self, parameter: str) -> Lazy:
-        return later(self.parameters, self.parameters.network, parameter)
-
-    def summary(self) -> dict[str, Any]:
-        """What the manifest says: recipe, format of every layer."""
-        return {"recipe": self.recipe.as_dict(), "layers": self.formats}
 
 
 def calibrate(
@@ -188,35 +58,40 @@ def calibrate(
     calibrator: str = "own",
     scale_dtype: ScaleType = FP32,
     workplace: Workplace | None = None,
+    *,
+    fewest_tokens: int = FEWEST_TOKENS,
+    is_dense: bool = False,
 ) -> Quantisation:
     """Find a recipe's numbers. ``states`` may be empty where ``recipe.needs_states`` says so.
 
     ``calibrator`` ``modelopt`` takes ranges and folded scales from NVIDIA's package, which holds the whole denoiser; the rest
-    stays ours. ``on_done`` is called ``units(...)`` times. Raises CalibrationError, ModeloptError, MemoryLimitError.
+    stays ours, experts too. ``fewest_tokens``: those that an expert has to meet for its weights to be solved. ``is_dense``: see
+    ``Quantisation``. ``on_done`` is called ``units(...)`` times. Raises CalibrationError, ModeloptError, MemoryLimitError.
     """
     workplace = workplace or Workplace()
-    done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
+    done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype, is_dense=is_dense)
     done.solved = Solved(workplace.solved)
-    quantised = [layer for layer in _quantised(network, formats) if not layer.is_stacked]
+    quantised = _quantised(network, formats)
+    plain = [layer for layer in quantised if not layer.is_stacked]
     if recipe.rotate_down:
-        done.rotated = {layer.path: len(solvers.hadamard(layer.inputs)) for layer in quantised if layer.role == "down"}
+        done.rotated = {layer.path: len(solvers.hadamard(layer.inputs)) for layer in plain if layer.role == "down"}
     if not recipe.needs_states(formats):
         return done
     is_ours = calibrator == "own"
     if not is_ours and (recipe.smoothing is not None or recipe.solver == "awq"):
-        groups = {of: [layer.path for layer in readers] for of, readers in by_site(quantised).items() if readers[0].fold}
+        groups = {of: [layer.path for layer in readers] for of, readers in by_site(plain).items() if readers[0].fold}
         found = modelopt.scales(_load(done), states, formats, groups, alpha=recipe.smoothing, on_state=on_done)
         for of, scales in found.items():
             done.parameters.fold(of, scales)
-    _sweep(done, by_site(quantised), states, workplace, on_done, is_folding=is_ours)
-    if is_ours:
-        for layer in quantised:
-            chosen = FORMATS[formats[layer.path]]
-            if chosen.is_static:
-                assert done.observers is not None
-                done.amax[layer.path] = _range(done.observers[layer.site], chosen, recipe)
-    else:
-        done.amax = modelopt.amaxes(_load(done), states, formats, rotated=done.rotated, on_state=on_done)
+    _sweep(done, by_site(quantised), states, workplace, on_done, fewest_tokens, is_folding=is_ours)
+    for layer in quantised:
+        chosen = FORMATS[formats[layer.path]]
+        if chosen.is_static and (is_ours or layer.is_stacked):
+            assert done.observers is not None
+            done.amax[layer.path] = _range(done.observers[layer.site], chosen, recipe)
+    if not is_ours:
+        theirs = {layer.path: formats[layer.path] for layer in plain}
+        done.amax |= modelopt.amaxes(_load(done), states, theirs, rotated=done.rotated, on_state=on_done)
     return done
 
 
@@ -238,6 +113,7 @@ def _sweep(
     states: Sequence[State],
     workplace: Workplace,
     on_done: Callable[[], None],
+    fewest_tokens: int,
     *,
     is_folding: bool,
 ) -> None:
@@ -245,7 +121,11 @@ def _sweep(
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(done.parameters, c, computing_dtype(c, workplace.device), workplace.device)
     canvases = [state.canvas for state in states]
-    carried = Carried(layered, canvases, memory_bytes=workplace.activation_bytes, folder=workplace.folder)
+    has_experts = any(readers[0].is_stacked for readers in sites.values())
+    memory = workplace.activation_bytes
+    if memory is not None and has_experts:  # what enters a mixture lies beside what is carried
+        memory //= 2
+    carried = Carried(layered, canvases, memory_bytes=memory, folder=workplace.folder)
     seen = _Seen(states, c.mask_token_id, layered.device)
     numbers = {of: number for number, of in enumerate(sites)}
     done.observers = Observers()
@@ -258,12 +138,18 @@ def _sweep(
 
     def through(
         i: int, here: Mapping[str, Sequence[LinearSpec]], observers: Observers, grams: Mapping[str, Gram], *, keep: bool
-    ) -> None:
-        """Layer ``i``, or the head behind the last one, with those who look on."""
+    ) -> Entered | None:
+        """Layer ``i``, or the head behind the last one, with those who look on; what entered its quantised experts."""
+        entered = None
         if i < len(c.layers):
             block = layered.block(i)
             modules = named(i, block)
-            for of in here:
+            for of, readers in here.items():
+                if readers[0].is_stacked and readers[0].role == "down":
+                    mixture = cast(RoutedMLPs, modules[of.removesuffix(".down")])
+                    entered = Entered(mixture, carried, states, c.mask_token_id, memory, workplace.folder)
+                    entered.watch(observers[of])
+                    continue
                 turn = keep and of in done.rotated  # scales are found in front of the rotation
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(lambda _, inputs, look=look: look(inputs[0], carried.now.numbers))
@@ -273,6 +159,7 @@ def _sweep(
             for number, features in enumerate(carried.features(masked)):
                 seen.look(observers["head"], grams.get("head"), False, features[None], (number,), rows=masked[number])
         observers.check(here)
+        return entered
 
     for i in range(len(c.layers) + 1):
         inside = f"blocks.{i}." if i < len(c.layers) else "head"
@@ -281,24 +168,52 @@ def _sweep(
         foldable = here if recipe.smoothing is not None else solvable
         if is_folding and foldable:
             observers = observed(foldable, AWQ_ROWS)
-            through(i, foldable, observers, {}, keep=False)
-            _fold(done, observers, foldable)
+            entered = through(i, foldable, observers, {}, keep=False)
+            fold(done, observers, foldable, entered, fewest_tokens)
+            del entered
         observers = observed(here)
         grams = {}
         if recipe.solver == "gptq":
-            unsolved = (of for of, readers in solvable.items() if any(layer.path not in done.solved for layer in readers))
-            grams = {of: Gram(here[of][0].inputs, layered.device) for of in unsolved}
-        through(i, here, observers, grams, keep=True)
+            grams = {of: Gram(here[of][0].inputs, layered.device) for of in solvable if _unsolved(done, here[of])}
+        entered = through(i, here, observers, grams, keep=True)
         done.observers |= observers
         while grams:
             of, gram = grams.popitem()
             factor = gptq.inverse_factor(gram.matrix)
             del gram
             for layer in here[of]:
-                done.solve(layer.path, factor)
+                if not layer.is_stacked:
+                    done.solve(layer.path, factor)
             del factor
             give_back()
+        if entered is not None:
+            mixture_path = f"{inside}mlp.experts"
+            done.reached[mixture_path] = Reached(mixture_path, tuple(entered.tokens.tolist()), fewest_tokens)
+            if recipe.solver == "gptq":
+                _solve_experts(done, entered, mixture_path)
+            del entered
         on_done()
+
+
+def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
+    """Whether a site's Gram matrix has a use: experts have their own."""
+    return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
+
+
+@torch.no_grad()
+def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
+    """Round each expert's weights by the tokens that it met, if these are enough, one expert after the other."""
+    gate, up, down = (f"{path}.{role}" for role in STACKS)
+    few, device = done.reached[path].few, entered.device
+    for expert in range(entered.module.count):
+        if expert in few or all(member(layer, expert) in done.solved for layer in (gate, up, down)):
+            continue
+        rows, share = entered.rows(expert)
+        factor = experts.factor_of(entered.inputs(rows), entered.module.gate.inputs, device)
+        done.solve(gate, factor, expert)
+        done.solve(up, factor, expert)
+        hidden = experts.hidden_of(entered, expert, rows, share)
+        done.solve(down, experts.factor_of(hidden, entered.module.down.inputs, device), expert)
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
@@ -374,28 +289,6 @@ def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(cast(Method, recipe.observer), levels="int8" if chosen.activations == "int8" else "fp8")
-
-
-def _fold(done: Quantisation, observers: Observers, sites: Mapping[str, Sequence[LinearSpec]]) -> None:
-    """SmoothQuant's or AWQ's scales at every site with something in front that takes them, folded into ``done.parameters``."""
-    found = {}
-    for of, observer in observers.items():
-        readers = sites[of]
-        if readers[0].fold is None:
-            continue
-        weights = [done.parameters.read(layer.weight, np.dtype(np.float32)) for layer in readers]
-        if done.recipe.smoothing is not None:
-            amax = np.max([np.abs(w).max(1) for w in weights], 0)
-            found[of] = solvers.smooth_scales(observer.channel_amax, amax, done.recipe.smoothing)
-        else:
-            chosen = FORMATS[done.formats[readers[0].path]]
-
-            def rounded(w: np.ndarray, chosen: LayerFormat = chosen) -> np.ndarray:
-                return done.rounded(w, chosen).dequantise()
-
-            found[of] = solvers.awq_scales(observer.rows, weights, rounded)[0]
-    for of, scales in found.items():
-        done.parameters.fold(of, scales.astype(np.float32))
 
 
 def _load(done: Quantisation) -> Denoiser:

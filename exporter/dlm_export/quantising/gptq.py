@@ -102,15 +102,24 @@ def _invert_lower(lower: Tensor) -> None:
 
 
 def gptq(
-    w: np.ndarray, factor: Tensor, *, format: str = "int4", group_size: int | None = None, scale_dtype: ScaleType = FP32
+    w: np.ndarray,
+    factor: Tensor,
+    *,
+    format: str = "int4",
+    group_size: int | None = None,
+    amax: np.ndarray | float | None = None,
+    scale_dtype: ScaleType = FP32,
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least for the inputs behind ``factor`` (``inverse_factor``).
 
     int4 (groups of ``group_size`` rows, 128 unless given) and nvfp4 (of 16): a group is scaled when it begins, from the weights
-    as corrected so far; int8 and fp8: one scale a column. Layers that share an input share a factor. Raises QuantisationError
-    for unknown formats, shapes that do not match, and weights that are not finite. Time: K^2 N multiply-adds.
+    as corrected so far; int8 and fp8: one scale a column. ``amax`` replaces the ranges found of a column, or of nvfp4's tensor.
+    Layers that share an input share a factor. Raises QuantisationError for unknown formats, shapes that do not match, and
+    weights that are not finite. Time: K^2 N multiply-adds.
     """
     ranges, group_size = weight_ranges(w, format, group_size)
+    if amax is not None:
+        ranges = np.broadcast_to(np.asarray(amax, np.float32), ranges.shape)
     rows, columns = w.shape
     if factor.shape != (rows, rows):
         raise QuantisationError(
@@ -137,12 +146,12 @@ def gptq(
             for i in range(first, last):
                 group = (start + i) // size
                 if is_grouped and (start + i) % size == 0:
-                    amax = group_amax(now[i : i + size], size)[0]
+                    largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
                         counts = local.diagonal()[i : i + size, None] ** -2.0  # what is left of a row's error in the end
-                        scales[group] = int4_scales(now[None, i : i + size], amax[None], scale_dtype, counts)[0]
+                        scales[group] = int4_scales(now[None, i : i + size], largest[None], scale_dtype, counts)[0]
                     else:
-                        scales[group] = nvfp4_group_scales(amax, global_scale)
+                        scales[group] = nvfp4_group_scales(largest, global_scale)
                 if global_scale is None:
                     codes[start + i] = encode(now[i], scales[group], format)
                     values = codes[start + i].astype(np.float32) * scales[group]

@@ -1,0 +1,176 @@
+"""Experts in calibration: how many tokens reach each, and what their weights are folded and solved by.
+
+Memory is bounded by taking experts in turn. What enters a mixture is kept once for all tokens, in memory or in a mapped file as
+the canvases' states are; an expert's own tokens are gathered of it, and there is one expert's Gram matrix at a time, of
+however many. An expert that too few tokens reach is rounded to nearest. Ranges of activations are a stack's, so that an expert
+that no token reaches has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlm_calibration.observers import Observer
+from dlm_calibration.states import State
+from dlm_export.memory import give_back
+from dlm_export.network.experts import RoutedMLPs
+from dlm_export.network.layered import BATCH_TOKENS, Batch, Carried, room_for
+from dlm_export.quantising import gptq
+from dlm_export.quantising.gptq import Gram
+
+_NAMED = 6  # experts that a sentence names
+
+
+def member(layer: str, expert: int) -> str:
+    """What one expert's matrix of a stack is called."""
+    return f"{layer}.{expert}"
+
+
+class Entered:
+    """What entered a layer's mixture in one sweep: ``x`` ``[tokens, hidden]`` in the order of the sweep, where it went
+    ``[tokens, k]`` and with what weight, and how much a token counts in a Gram matrix.
+    """
+
+    def __init__(
+        self,
+        module: RoutedMLPs,
+        carried: Carried,
+        states: Sequence[State],
+        mask_token_id: int,
+        memory_bytes: int | None,
+        folder: Path | None,
+    ) -> None:
+        """``x`` beyond ``memory_bytes`` lies in a file of ``folder``. Raises MemoryLimitError."""
+        self.module, self._carried, self._states = module, carried, states
+        self.device = carried.layered.device
+        self.x = room_for((carried.states.shape[0], module.down.outputs), carried.states.dtype, memory_bytes, folder)
+        self.chosen = torch.empty(0, 0, dtype=torch.int64)
+        self.weights = torch.empty(0, 0)
+        is_masked = [torch.from_numpy((batch.ids == mask_token_id).numpy()).flatten() for batch in carried.batches]
+        self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
+
+    def watch(self, hidden: Observer) -> None:
+        """Keep what goes in while the layer runs, and show an observer what goes down; for as long as the layer is there."""
+        self.module.register_forward_pre_hook(self._keep)
+        self.module.down.register_forward_pre_hook(self._collect)
+        self.module.register_forward_hook(lambda *_: self._show(hidden))
+
+    def rows(self, expert: int) -> tuple[Tensor, Tensor]:
+        """An expert's tokens ``[n]``, in order, and their weights ``[n, 1]``."""
+        rows, places = (self.chosen == expert).nonzero(as_tuple=True)
+        return rows, self.weights[rows, places, None]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """How many tokens each expert met, int64 ``[E]``."""
+        return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
+
+    def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """``x`` of some tokens, a few at a time on the layer's device, and how much they count."""
+        for some in torch.split(rows, BATCH_TOKENS):
+            yield self.x[some].to(self.device), self.counts_for[some].to(self.device)
+
+    def _keep(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x, chosen, weights = (each.flatten(0, -2).cpu() for each in inputs)
+        at = self._carried.now.rows
+        if not self.chosen.numel():
+            self.chosen = torch.zeros(len(self.x), chosen.shape[1], dtype=torch.int64)
+            self.weights = torch.zeros(len(self.x), chosen.shape[1])
+        self.x[at], self.chosen[at], self.weights[at] = x, chosen, weights.float()
+        self._hidden = torch.empty(len(x), chosen.shape[1], self.module.down.inputs)
+
+    def _collect(self, _: nn.Module, inputs: tuple[Tensor, int]) -> None:
+        x, expert = inputs
+        self._hidden[self.chosen[self._carried.now.rows] == expert] = x.float().cpu()
+
+    def _show(self, observer: Observer) -> None:
+        batch: Batch = self._carried.now
+        by_canvas = self._hidden.view(*batch.ids.shape, *self._hidden.shape[1:])
+        is_masked = (self.counts_for[batch.rows] == 1).view(batch.ids.shape)
+        for number, vectors, masked in zip(batch.numbers, by_canvas, is_masked, strict=True):
+            every = masked.repeat_interleave(vectors.shape[1]).numpy()
+            observer.add(vectors.flatten(0, 1).numpy(), every, self._states[number].bucket)
+
+
+@torch.no_grad()
+def hidden_of(entered: Entered, expert: int, rows: Tensor, share: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What an expert's tokens have become where they go down ``[n, size]``, a few at a time, and how much they count."""
+    for (x, counts), mine in zip(entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True):
+        yield entered.module.hidden(expert, x) * mine.to(x), counts
+
+
+@torch.no_grad()
+def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
+    """Some of an expert's vectors, evenly chosen, fp32 ``[at most most, K]``."""
+    x = torch.cat([piece.float().cpu() for piece, _ in pieces])
+    rows: np.ndarray = x.numpy()[np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))]
+    return rows
+
+
+@torch.no_grad()
+def factor_of(pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device) -> Tensor:
+    """GPTQ's factor of an expert's inputs (``gptq.inverse_factor``)."""
+    gram = Gram(channels, device)
+    for x, counts in pieces:
+        gram.add(x.float(), counts)
+    factor = gptq.inverse_factor(gram.matrix)
+    del gram
+    give_back()
+    return factor
+
+
+# ---- What a user should know ----
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How many calibration tokens each expert of a mixture met. ``fewest``: below it, its weights are rounded to nearest."""
+
+    layer: str
+    tokens: tuple[int, ...]
+    fewest: int
+
+    @property
+    def never(self) -> list[int]:
+        return [expert for expert, count in enumerate(self.tokens) if count == 0]
+
+    @property
+    def few(self) -> list[int]:
+        """Those that fewer tokens reached than asked, the unreached among them."""
+        return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as accuracy.json has them."""
+        return {"layer": self.layer, "tokens": list(self.tokens), "fewest": self.fewest, "never": self.never, "few": self.few}
+
+
+def doubts(reached: Mapping[str, Reached]) -> list[str]:
+    """Sentences on experts that calibration did not reach, or hardly."""
+    total = sum(len(each.tokens) for each in reached.values())
+    never = [member(each.layer, expert) for each in reached.values() for expert in each.never]
+    few = [member(each.layer, expert) for each in reached.values() for expert in each.few if each.tokens[expert]]
+    found = []
+    if never:
+        found.append(
+            f"{len(never)} of {total} experts met no calibration token ({_some(never)}): they have the ranges of their stack, "
+            "and weights rounded to nearest. Give more text, or more kinds of it (--calib, --calib-samples)"
+        )
+    if few:
+        fewest = max(each.fewest for each in reached.values())
+        found.append(
+            f"{len(few)} of {total} experts met fewer than {fewest} calibration tokens ({_some(few)}; "
+            "--calib-min-tokens-per-expert): their weights are rounded to nearest"
+        )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,210 @@
+"""The numbers of a quantised graph: parameters with scales folded in, ranges, and codes as they are asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dlm_calibration import solvers
+from dlm_calibration.formats import FP16, FP32, QuantisedWeight, ScaleType, quantise_weight, with_scales
+from dlm_calibration.observers import Observers
+from dlm_calibration.pieces import Index, Lazy
+from dlm_calibration.recipes import FORMATS, LayerFormat, Recipe
+from dlm_export import families
+from dlm_export.families.base import Parameters, later
+from dlm_export.network.spec import LinearSpec, NetworkSpec
+from dlm_export.quantising import gptq
+from dlm_export.quantising.experts import Reached, member
+from dlm_export.quantising.solved import Solved
+
+
+def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
+    """Site -> the layers that read that input, in order of the pass."""
+    sites: dict[str, list[LinearSpec]] = {}
+    for layer in layers:
+        sites.setdefault(layer.site, []).append(layer)
+    return sites
+
+
+@dataclass
+class Folded:
+    """A source's parameters with scales folded in: rows are inputs, columns outputs (of a norm or bias: its elements).
+
+    Those of experts may differ by expert: ``[E, K]``.
+    """
+
+    source: Parameters
+    network: NetworkSpec
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
+        """See ``Parameters.read``; scaled in fp32."""
+        if parameter not in self.rows and parameter not in self.columns:
+            return self.source.read(parameter, dtype, at)
+        array = self.source.read(parameter, np.dtype(np.float32), at)
+        if parameter in self.rows:
+            array = array * _along(self.rows[parameter], at, array.ndim, -2)[..., None]
+        if parameter in self.columns:
+            scales = _along(self.columns[parameter], at, array.ndim, -1)
+            array = array * (scales if scales.ndim == 1 else scales[:, None])
+        return np.asarray(array, dtype=dtype)
+
+    def view(self, parameter: str) -> Tensor | None:
+        """See ``Parameters.view``."""
+        return None if parameter in self.rows or parameter in self.columns else self.source.view(parameter)
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, list[LinearSpec]]:
+        return by_site(self.network.linear_layers())
+
+    def fold(self, of: str, scales: np.ndarray) -> None:
+        """Divide the input at a site by ``scales`` ``[K]``, or each expert's ``[E, K]``, and multiply the rows of all matrices
+        that read it.
+        """
+        readers = self._readers[of]
+        fold = readers[0].fold
+        assert fold is not None, of
+        shared = scales
+        if scales.ndim == 1:  # runs of inputs that read the same elements get one scale
+            runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
+            shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
+        for name in fold.parameters:
+            self._divide(self.columns, name, shared)
+        for reader in readers:
+            self.rows[reader.weight] = self.rows.get(reader.weight, np.float32(1)) * scales
+
+    @staticmethod
+    def _divide(into: dict[str, np.ndarray], name: str, scales: np.ndarray) -> None:
+        into[name] = into.get(name, np.float32(1)) / scales
+
+
+def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
+    """Scales of the part ``at`` of an array with ``ndim`` axes, of which they lie along one, and along experts if by expert."""
+    place = ndim + axis
+    found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
+    return found
+
+
+@dataclass
+class Quantisation:
+    """Everything that a quantised graph needs beside the trace; ``weight`` and ``embedding`` give its codes."""
+
+    recipe: Recipe
+    formats: dict[str, str]
+    parameters: Folded
+    amax: dict[str, float] = field(default_factory=dict)
+    rotated: dict[str, int] = field(default_factory=dict)
+    observers: Observers | None = None
+    stored: families.Weights | None = None
+    scale_dtype: ScaleType = FP32
+    """What the graph holds scales in, but those of formats that always have them in fp16."""
+    solved: Solved = field(default_factory=Solved)
+    is_dense: bool = False
+    """Whether all experts are computed, as one matrix a stack: those that go down have a scale a column together."""
+    reached: dict[str, Reached] = field(default_factory=dict)
+    """Mixture of experts -> the calibration tokens that its experts met, where any of them are quantised."""
+    _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
+
+    def matrix(self, layer: str) -> np.ndarray:
+        """A layer's full-precision weight ``[K, N]``, fp32, foldings and rotation applied."""
+        w = self.parameters.read(f"{layer}.weight", np.dtype(np.float32))
+        return solvers.rotate_rows(w) if layer in self.rotated else w
+
+    def expert(self, layer: str, expert: int) -> QuantisedWeight:
+        """The quantised weight of one of a layer's experts: solved during calibration, or rounded to nearest now."""
+        name = member(layer, expert)
+        if name in self.solved:
+            return self.solved[name]
+        stack = self._later(f"{layer}.weight")
+
+        def read(at: Index) -> np.ndarray:
+            of_stack = (slice(expert, expert + 1), *at)
+            found: np.ndarray = stack[of_stack][0]
+            return found
+
+        return self.rounded(Lazy(stack.shape[1:], read), FORMATS[self.formats[layer]], self._shared_range(layer))
+
+    def _shared_range(self, layer: str) -> np.ndarray | float | None:
+        """The range that the experts of a stack have in common: of NVFP4, whose tensor has one scale, and in one matrix a
+        column's.
+        """
+        chosen = FORMATS[self.formats[layer]]
+        is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
+        if chosen.weights != "nvfp4" and not is_column:
+            return None
+        if layer not in self._ranges:
+            stack = self._later(f"{layer}.weight")
+            largest = [np.abs(stack[(slice(i, i + 1),)][0]).max(0) for i in range(stack.shape[0])]
+            by_column: np.ndarray = np.max(largest, 0)
+            self._ranges[layer] = by_column if is_column else float(by_column.max())
+        return self._ranges[layer]
+
+    def _joined(self, layer: LinearSpec) -> QuantisedWeight:
+        """All experts of a stack as one matrix (``graph.experts.spread``)."""
+        each = [self.expert(layer.path, i) for i in range(layer.count)]
+        (first, *_), is_down = each, layer.role == "down"
+        along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 lies the other way round
+        codes = np.concatenate([weight.codes for weight in each], along)
+        scales = first.scales
+        if not is_down or first.group_size is not None:  # otherwise they share a scale a column
+            scales = np.concatenate([weight.scales for weight in each], 0 if first.group_size is None else along)
+        return replace(first, codes=codes, scales=scales)
+
+    def weight(self, layer: str) -> QuantisedWeight:
+        """A layer's quantised weight: solved during calibration, or rounded to nearest now; a stack's as one matrix."""
+        chosen = FORMATS[self.formats[layer]]
+        assert chosen.weights is not None
+        spec = self.parameters.network.quantisable().get(layer)
+        if spec is not None and spec.is_stacked:
+            return self._joined(spec)
+        if self.stored is not None:
+            found = self.stored.stored(f"{layer}.weight")
+            assert found is not None
+            return with_scales(found.weight, self._scales_in(chosen))
+        if layer in self.solved:
+            return self.solved[layer]
+        w = self.matrix(layer) if layer in self.rotated else self._later(f"{layer}.weight")
+        return self.rounded(w, chosen)
+
+    def rounded(self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None) -> QuantisedWeight:
+        """A matrix rounded to nearest in a layer format; ``amax``: see ``quantise_weight``."""
+        assert chosen.weights is not None
+        scale_dtype = self._scales_in(chosen)
+        return quantise_weight(w, chosen.weights, group_size=chosen.group_size, amax=amax, scale_dtype=scale_dtype)
+
+    def _scales_in(self, chosen: LayerFormat) -> ScaleType:
+        return FP16 if chosen.has_half_scales else self.scale_dtype
+
+    def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
+        """Round a layer's weight, or one expert's, by GPTQ; ``factor`` is of its input (``gptq.inverse_factor``)."""
+        chosen = FORMATS[self.formats[layer]]
+        assert chosen.weights is not None
+        options: dict[str, Any] = {
+            "format": chosen.weights,
+            "group_size": chosen.group_size,
+            "scale_dtype": self._scales_in(chosen),
+        }
+        if expert is None:
+            self.solved[layer] = gptq.gptq(self.matrix(layer), factor, **options)
+            return
+        (w,) = self.parameters.read(f"{layer}.weight", np.dtype(np.float32), (slice(expert, expert + 1),))
+        self.solved[member(layer, expert)] = gptq.gptq(w, factor, amax=self._shared_range(layer), **options)
+
+    def embedding(self) -> QuantisedWeight:
+        """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
+        assert self.recipe.embedding is not None
+        table = self._later("embed.weight")
+        return quantise_weight(Lazy(table.shape[::-1], lambda at: table[at[::-1]].T), self.recipe.embedding)
+
+    def _later(self, parameter: str) -> Lazy:
+        return later(self.parameters, self.parameters.network, parameter)
+
+    def summary(self) -> dict[str, Any]:
+        """What the manifest says: recipe, format of every layer."""
+        return {"recipe": self.recipe.as_dict(), "layers": self.formats}
