@@ -16,11 +16,12 @@ from mixtures import read_tensors
 from test_llada_moe import rewritten
 
 from dlm_calibration.recipes import RECIPES, Recipe
-from dlm_calibration.states import State
+from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing
 from dlm_export.families.base import later
+from dlm_export.judging import auto, sensitivity
 from dlm_export.judging.parity import ParityError
 from dlm_export.judging.rounds import Effort
 from dlm_export.network.experts import RoutedMLPs, Router
@@ -252,6 +253,30 @@ def test_a_wrong_expert_is_refused(llada2: Path, tmp_path: Path, monkeypatch: py
         build(llada2, tmp_path / "bundle", options("int8", preset="llada2"))
 
 
+@pytest.mark.parametrize("solver", ["nearest", "gptq"])
+def test_experts_are_one_layer_that_loses_what_it_loses_alone(source: Source, solver: str) -> None:
+    done, seen = calibrated(source, Recipe("test", (("*", "int4-g32-dynamic"),), solver=solver)), states(source, 12, 8)
+    (found,), (exact,) = (
+        sensitivity.losses(done.parameters, source.network, [done], seen, lambda: None, exact=is_exact)
+        for is_exact in (False, True)
+    )
+    assert found.keys() == exact.keys() == source.network.units().keys()
+    assert [row["layer"] for row in sensitivity.as_rows(exact, source.network, done.formats)] == list(source.network.units())
+    assert exact[MIXTURE][0] > 0
+    assert 0.5 < found[MIXTURE][0] / exact[MIXTURE][0] < 2
+
+
+def test_auto_holds_all_stacks_of_a_mixture_in_one_format(source: Source) -> None:
+    seen, formats = states(source, 8, 8), ("int8-dynamic", "int4-g32-dynamic")
+    tokens = np.random.default_rng(3).integers(0, 140, (6, LENGTH))
+    samples = [Sample(each, LENGTH // 2, None, None) for each in tokens]
+    found = auto.search(source, seen, samples, formats, source.presets["llada2"], 0.5, 0, lambda: None)
+    held = dict(found.recipe.layers)
+    assert len({held[f"{MIXTURE}.{role}"] for role in ("gate", "up", "down")}) == 1
+    sizes = [point.weight_bytes for point in found.curve]
+    assert max(sizes) - min(sizes) > 3 * 16 * 3 * 64 * 64  # three bytes of four of all experts
+
+
 PRESETS = {"llada2": "llada2", "sdar": "sdar", "sdar-moe": "sdar", "llada-moe": None}
 HELD = {
     "int8": ("int8-dynamic", "int8-dynamic"),
@@ -309,3 +334,14 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
         assert held == {{"int8": "int8-weight", "int4": "int4-g64"}.get(precision, precision)}
         attention = "fp8" if precision == "nvfp4" and family != "sdar" else next(iter(held))
         assert layers["blocks.1.attention.q"] == attention
+
+
+def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: Path) -> None:
+    """From their panels, so that it can be quantised."""
+    bundle = build(llada2, tmp_path / "bundle", BuildOptions(check_parity=False)).output
+    ours, theirs = open_source(bundle), open_source(llada2)
+    for role in ("gate", "down"):
+        name = f"{MIXTURE}.{role}.weight"
+        for at in ((), (slice(3, 5),), (slice(0, 16), slice(8, 24)), (slice(2, 3), slice(0, 64), slice(5, 9))):
+            found, wanted = (each.parameters.read(name, np.dtype("f4"), at) for each in (ours, theirs))
+            np.testing.assert_array_equal(found, wanted)

@@ -42,14 +42,14 @@ def test_what_is_timed_is_the_product_that_a_graph_calls(format: str) -> None:
 
 
 def test_every_shape_is_timed_in_every_format_that_suits_it(llada_checkpoint: Path) -> None:
-    layers, done = auto.searched(open_source(llada_checkpoint).network), []
-    found = tuning.measure(layers.values(), [INT8, INT4], 8, lambda: done.append(1))
+    layers, done = [layer for (layer,) in auto.searched(open_source(llada_checkpoint).network).values()], []
+    found = tuning.measure(layers, [INT8, INT4], 8, lambda: done.append(1))
     assert sum(found.shapes.values()) == len(layers)
     assert len(done) == len(found.shapes) == len(found.seconds)
-    for layer in layers.values():
+    for layer in layers:
         assert all(found.cost(layer, name) > 0 for name in found.seconds[layer.inputs, layer.outputs])
     with pytest.raises(RequestError, match="which fp8 has not"):
-        tuning.measure(layers.values(), ["fp8"], 8, lambda: None)
+        tuning.measure(layers, ["fp8"], 8, lambda: None)
 
 
 @pytest.mark.parametrize(("slow", "fast"), [(INT4, INT8), (INT8, INT4)])
@@ -57,7 +57,8 @@ def test_auto_takes_the_format_that_is_fastest_here(
     slow: str, fast: str, llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(layers: object, formats: object, rows: int, on_done: object) -> Tuning:
-        shapes = tuning.shapes_of(auto.searched(open_source(llada_checkpoint).network).values())
+        searched = auto.searched(open_source(llada_checkpoint).network)
+        shapes = tuning.shapes_of((layer for (layer,) in searched.values()), rows)
         times = {HIGH: 2e-3, fast: 1e-3, slow: 3e-3}
         return Tuning(rows, "a processor", shapes, dict.fromkeys(shapes, times))
 

@@ -20,6 +20,7 @@ from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
+from dlm_export.graph import experts
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_text
@@ -131,13 +132,18 @@ class BundleParameters:
                 raise CheckpointError(
                     f"{self.path}: {name} lies in {str(tensor.location)!r}, which is no file of the bundle: build it again"
                 )
+        stacks = {stack.weight: stack for mixture in network.mixtures() for stack in mixture}
+        self._panels = {name: stack for name, stack in stacks.items() if f"{name}.panels" in self._tensors}
         for name, shape in network.parameters().items():
             found = tuple(self._tensors[name].shape) if name in self._tensors else None
+            if name in self._panels:
+                found = experts.shape_of_panels(tuple(self._tensors[f"{name}.panels"].shape), shape[-1])
             if found != shape:
                 raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        tensor = self._tensors[parameter]
+        stack = self._panels.get(parameter)
+        tensor = self._tensors[parameter if stack is None else f"{parameter}.panels"]
         try:
             # Not the tensor's own mapping, which all readers would share, and which stays.
             stored = (
@@ -145,6 +151,8 @@ class BundleParameters:
                 if isinstance(tensor, ir.ExternalTensor)
                 else tensor.numpy()
             )
+            if stack is not None:
+                stored, at = experts.from_panels(stored[at[:1]], stack.outputs), (slice(None), *at[1:])
             array = np.array(stored[at], dtype=dtype)
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{self.path}: cannot read {parameter} ({err})") from err

@@ -173,13 +173,13 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
         states = states[: STATES_A_SAMPLE * len(fitting)]
-    with stages.stage("sweep layers", sensitivity.units(source.network, len(numbers.formats), exact=exact)) as advance:
+    with stages.stage("sweep layers", sensitivity.units(source.network, len(source.network.units()), exact=exact)) as advance:
         (lost,) = sensitivity.losses(
             numbers.parameters, source.network, [numbers], states, advance, exact=exact, workplace=workplace
         )
     judgement = replace(
         judgement,
-        layers=sensitivity.as_rows(lost, numbers.formats),
+        layers=sensitivity.as_rows(lost, source.network, numbers.formats),
         layers_method=sensitivity.method(exact=exact),
         threshold=threshold.as_dict(),
     )

@@ -155,10 +155,11 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 
 def _tune(job: Job, stages: Stages) -> Tuning:
     """What formats take on this processor, in a pass over a block."""
-    layers = auto.searched(job.source.network).values()
+    layers = [layer for members in auto.searched(job.source.network).values() for layer in members]
     formats = auto.formats_for(job.request.targets, job.request.options.quantise.auto)
-    with stages.stage("tune", len(tuning.shapes_of(layers))) as advance:
-        return tuning.measure(layers, formats, job.source.presets[job.preset].block_length, advance)
+    rows = job.source.presets[job.preset].block_length
+    with stages.stage("tune", len(tuning.shapes_of(layers, rows))) as advance:
+        return tuning.measure(layers, formats, rows, advance)
 
 
 def _search(job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages) -> auto.Found:
@@ -180,4 +181,5 @@ def _search(job: Job, calibration: Calibration, tuned: Tuning | None, workplace:
             for_tensorrt=request.on_gpu,
             tuning=tuned,
             workplace=workplace,
+            fewest_tokens=options.min_tokens_per_expert,
         )

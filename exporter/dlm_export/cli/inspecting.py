@@ -92,6 +92,17 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     ]
     print_table("Memory", ["precision", "weights", "keys and values a token", "for the longest canvas"], rows)
     print_caches("Keys and values", cache_bytes_by_type(network))
+    if (block := network.visible_block) is not None and block > 1:
+        click.echo(
+            f"Kept are those of finished blocks: with T tokens on the canvas (ceil(T / {block}) - 1) * {block} of them, up to "
+            f"{_kept(network):,}"
+        )
+
+
+def _kept(c: NetworkSpec) -> int:
+    """Tokens whose keys and values the longest canvas keeps: all, or of a block-causal network those before its last block."""
+    block = c.visible_block
+    return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
 
 def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
@@ -99,7 +110,7 @@ def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
     return {
         "weights_bytes": c.parameter_count() * element_bytes,
         "cache_bytes_per_token": per_token,
-        "cache_bytes": per_token * c.max_canvas_length,
+        "cache_bytes": per_token * _kept(c),
     }
 
 

@@ -31,7 +31,7 @@ class Tensors:
         self.origins = dict(origins)
         assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
         self.quantised: dict[str, str] = {}
-        for parameter, origin in self.origins.items():
+        for parameter, origin in self.origins.items() if checkpoint.quantisation is not None else ():
             for piece in origin.pieces if origin.transpose else ():
                 algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
                 if algorithm is not None and origin.whole is None:
@@ -53,6 +53,10 @@ class Tensors:
                 assert origin.whole is not None
                 inputs, outputs = self.shapes[parameter]
                 expected |= prequantised.expected_tensors(origin.whole, self.quantised[parameter], inputs, outputs)
+                continue
+            if origin.is_stacked:  # thousands of experts, all alike
+                (shape, *_) = origin.shapes(self.shapes[parameter])
+                expected |= dict.fromkeys((piece.tensor for piece in origin.pieces), Expected(tuple(WEIGHT_DTYPES), (shape,)))
                 continue
             for piece, shape in zip(origin.pieces, origin.shapes(self.shapes[parameter]), strict=True):
                 if piece.rows is not None:

@@ -233,3 +233,17 @@ def fp32_panels(matrix: np.ndarray) -> np.ndarray:
     whole = np.zeros((inputs, functions.padded(columns)), np.float32)
     whole[:, :columns] = matrix
     return np.ascontiguousarray(whole.reshape(inputs, -1, functions.PANEL).transpose(1, 0, 2))
+
+
+def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
+    """The reverse of ``fp32_panels`` for a stack: ``[E, ceil(N / 32), K, 32]`` as ``[E, K, N]``."""
+    count, _, inputs, _ = panels.shape
+    found: np.ndarray = panels.transpose(0, 2, 1, 3).reshape(count, inputs, -1)[..., :columns]
+    return found
+
+
+def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
+    """What ``from_panels`` gives; None for an array that no such stack lies in."""
+    if len(panels) != 4 or panels[3] != functions.PANEL or panels[1] * functions.PANEL != functions.padded(columns):
+        return None
+    return panels[0], panels[2], columns

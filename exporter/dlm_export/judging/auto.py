@@ -30,6 +30,7 @@ from dlm_export.network.layered import Layered, named
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.sources import Source
 from dlm_export.targets import Target
 from dlm_export.workplace import Workplace
@@ -88,9 +89,9 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
     return options.formats or tuple(shared)
 
 
-def searched(network: NetworkSpec) -> dict[str, LinearSpec]:
-    """The layers that ``search`` chooses for, by path: all but the head, which keeps full precision."""
-    return {path: layer for path, layer in network.quantisable().items() if layer.role != "head"}
+def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
+    """What ``search`` chooses a format for, by path: all but the head, which keeps full precision; experts as one."""
+    return {path: layers for path, layers in network.units().items() if path != "head"}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
@@ -100,7 +101,12 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
 
 
 def _bytes(layer: LinearSpec, format: str) -> int:
-    return FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
+    return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
+
+
+def _by_layer(units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]) -> dict[str, str]:
+    """Layer -> the format of its unit."""
+    return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
 
 
 class _Assigned(Layered):
@@ -136,37 +142,53 @@ def search(
     for_tensorrt: bool = False,
     tuning: Tuning | None = None,
     workplace: Workplace | None = None,
+    fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
     ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without it; ``for_tensorrt``:
-    TensorRT takes fewer shapes. ``exact``: what a layer loses is measured, not estimated. Deterministic for the same arguments.
-    Raises AccuracyError if not even the first move keeps the budget.
+    TensorRT takes fewer shapes. ``exact``: what a layer loses is measured, not estimated. ``fewest_tokens``: see ``calibrate``.
+    Deterministic for the same arguments. Raises AccuracyError if not even the first move keeps the budget.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
     ready = {}
     for name in formats:
-        fitting = {path: name for path, layer in layers.items() if misfit(layer, name, for_tensorrt=for_tensorrt) is None}
+        suited = {
+            unit: name
+            for unit, members in layers.items()
+            if all(misfit(layer, name, for_tensorrt=for_tensorrt) is None for layer in members)
+        }
+        fitting = _by_layer(layers, suited)
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
         here = replace(place, solved=None if place.solved is None else place.solved / name)
-        ready[name] = calibrate.calibrate(source.parameters, source.network, recipe, fitting, states, on_done, workplace=here)
+        ready[name] = calibrate.calibrate(
+            source.parameters,
+            source.network,
+            recipe,
+            fitting,
+            states,
+            on_done,
+            workplace=here,
+            fewest_tokens=fewest_tokens,
+            is_dense=for_tensorrt,
+        )
     found = sensitivity.losses(
         source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=place
     )
     cost = _bytes if tuning is None else tuning.cost
     choices: dict[str, list[Choice]] = {}
-    for layer, spec in layers.items():
-        choices[layer] = [Choice(HIGH, 0.0, cost(spec, HIGH))]
+    for unit, members in layers.items():
+        choices[unit] = [Choice(HIGH, 0.0, sum(cost(layer, HIGH) for layer in members))]
         for name, lost in zip(ready, found, strict=True):
-            if layer in lost:
-                choices[layer].append(Choice(name, lost[layer][1], cost(spec, name)))
+            if unit in lost:
+                choices[unit].append(Choice(name, lost[unit][1], sum(cost(layer, name) for layer in members)))
     path = trade_off(choices)
     reference = shown_source(source, "fp32", torch.float32, place)
     loss = MaskedLoss(reference, samples, policy, seed)
 
     def measure(point: Point) -> float:
-        layered = _Assigned(source, ready, point.formats, place.device)
+        layered = _Assigned(source, ready, _by_layer(layers, point.formats), place.device)
         increase = loss.of(SweptPredictor(layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder))
         on_done()
         return increase
@@ -187,7 +209,7 @@ def search(
         )
     curve = [
         CurvePoint(
-            sum(_bytes(layers[layer], name) for layer, name in point.formats.items()),
+            sum(_bytes(layer, name) for unit, name in point.formats.items() for layer in layers[unit]),
             None if tuning is None else point.cost,
             point.loss,
             measured.get(i),
@@ -196,5 +218,6 @@ def search(
         )
         for i, point in enumerate(path)
     ]
-    recipe = Recipe("auto", tuple((layer, name) for layer, name in path[low].formats.items() if name != HIGH), solver=SOLVER)
+    held = _by_layer(layers, path[low].formats)
+    recipe = Recipe("auto", tuple((layer, name) for layer, name in held.items() if name != HIGH), solver=SOLVER)
     return Found(recipe, curve)

@@ -1,5 +1,7 @@
 """What single layers lose when they alone are quantised: mean KL on masked positions, and on those about to commit.
 
+All experts of a layer are one of them, for they are held in one format.
+
 The estimate finds all of them in one sweep forward and one back, a layer at a time. To second order a layer's KL is half the
 mean of ``(g . e)**2``: ``e`` is what quantising changes in its output, from the unquantised input, and ``g`` a random gradient
 whose covariance is the Fisher information of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671).
@@ -21,6 +23,7 @@ from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
 from dlm_export.network.spec import NetworkSpec
@@ -34,7 +37,8 @@ FRONTIER = 0.9  # probability from which a masked position counts as about to co
 DRAWS = 4
 """Gradients carried back for each of the frontier and the other masked positions. BENCHMARKS.md has what more would bring."""
 Losses = dict[str, tuple[float, float]]
-"""Layer -> ``(kl, frontier_kl)`` in nats a position, quantised alone."""
+"""Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats a position, quantised alone."""
+_Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
@@ -162,17 +166,18 @@ def _at_the_head(
 def _through(
     i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[dict[str, Tensor]]:
-    """Carry gradients back through layer ``i``; for each of ``choices`` and its linear layers the sum over canvases of
-    ``(g . e)**2``, ``[draws]``.
+    """Carry gradients back through layer ``i``; for each of ``choices`` and its linear layers and experts the sum over canvases
+    of ``(g . e)**2``, ``[draws]``.
     """
     layered, block = carried.layered, carried.layered.block(i)
     modules = named(i, block)
-    quantised = [_quantised({path: m for path, m in modules.items() if isinstance(m, Linear)}, done) for done in choices]
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    own: _Modules = {path: m for path, m in modules.items() if isinstance(m, (Linear, RoutedMLPs))}
+    quantised = [_quantised(own, done) for done in choices]
+    seen: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {}
     watched = dict.fromkeys(path for mine in quantised for path in mine)
 
     def keep(path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen[path] = inputs[0], output
+        seen[path] = inputs, output
 
     for path in watched:
         modules[path].register_forward_hook(partial(keep, path))
@@ -181,10 +186,7 @@ def _through(
         x = entered[batch.rows].view(*batch.ids.shape, -1).to(layered.device).requires_grad_()
         out, _ = block(x, *layered.beside(i, batch.ids))
         with torch.no_grad():
-            errors = [
-                {path: (module(seen[path][0].cpu()).to(x.device) - seen[path][1]).flatten(1) for path, module in mine.items()}
-                for mine in quantised
-            ]
+            errors = [{path: _changed(module, *seen[path]).flatten(1) for path, module in mine.items()} for mine in quantised]
         sources = [x, *(seen[path][1] for path in watched)]
         for number, carried_back in enumerate(gradients):
             gradient = carried_back[batch.rows].view(out.shape).to(out)
@@ -198,14 +200,28 @@ def _through(
     return squares
 
 
-def _quantised(modules: Mapping[str, Linear], done: Quantisation) -> dict[str, Linear]:
-    """The linear layers among ``modules`` that a recipe quantises, on their own and as it computes them, on the CPU."""
-    twins = {}
+def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """What a quantised layer's output is beyond the layer's own, of the same inputs."""
+    found: Tensor = twin(*(each.detach().cpu() for each in inputs)).to(output.device) - output
+    return found
+
+
+def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
+    """The layers and mixtures among ``modules`` that a recipe quantises, on their own and as it computes them, on the CPU."""
+    twins: _Modules = {}
+    inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
-        if done.formats.get(path, HIGH) != HIGH:
-            twins[path] = twin = Linear(0, 0).requires_grad_(False).to(module.weight.device)
+        if isinstance(module, RoutedMLPs):
+            if done.formats.get(f"{path}.gate", HIGH) == HIGH:
+                continue
+            with torch.device("meta"):
+                twins[path] = RoutedMLPs(module.spec, module.down.outputs).requires_grad_(False)
+            inside |= {f"{path}.{name}": stack for name, stack in twins[path].named_children()}
+        elif done.formats.get(path, HIGH) != HIGH:
+            twin = Linear(0, 0).requires_grad_(False).to(module.weight.device)
             twin.bias = None if module.bias is None else nn.Parameter(module.bias.cpu(), requires_grad=False)
-    calibrate.simulate(twins, done, list(twins))
+            twins[path] = inside[path] = twin
+    calibrate.simulate(inside, done, list(inside))
     return twins
 
 
@@ -246,7 +262,7 @@ def method(*, exact: bool) -> str:
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
-    """How often ``losses`` calls ``on_done``; ``layers``: that are quantised, in all choices together."""
+    """How often ``losses`` calls ``on_done``, at most; ``layers``: that all choices quantise, a mixture being one."""
     return layers if exact else 2 * len(network.layers)
 
 
@@ -271,17 +287,17 @@ def losses(
     found: list[Losses] = []
     for done in choices:
         found.append({})
-        for layer, name in done.formats.items():
-            if name != HIGH:
-                found[-1][layer] = sweep.loss(done, [layer])
+        for unit, layers in network.units().items():
+            if done.formats.get(layers[0].path, HIGH) != HIGH:
+                found[-1][unit] = sweep.loss(done, [layer.path for layer in layers])
                 on_done()
     return found
 
 
-def as_rows(found: Losses, formats: Mapping[str, str]) -> list[dict[str, Any]]:
+def as_rows(found: Losses, network: NetworkSpec, formats: Mapping[str, str]) -> list[dict[str, Any]]:
     """Losses as accuracy.json and the report have them, in order of the pass."""
     return [
-        {"layer": layer, "format": name, "kl": found[layer][0], "frontier_kl": found[layer][1]}
-        for layer, name in formats.items()
-        if layer in found
+        {"layer": unit, "format": formats[layers[0].path], "kl": found[unit][0], "frontier_kl": found[unit][1]}
+        for unit, layers in network.units().items()
+        if unit in found
     ]

@@ -121,7 +121,7 @@ class RoutedMLPs(nn.Module):
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
-        self.count, self.is_dense = spec.count, False
+        self.spec, self.count, self.is_dense = spec, spec.count, False
         self.gate = Stacked(spec.count, hidden_size, spec.size)
         self.up = Stacked(spec.count, hidden_size, spec.size)
         self.down = Stacked(spec.count, spec.size, hidden_size, is_down=True)

@@ -329,6 +329,14 @@ class NetworkSpec:
         """The linear layers that a recipe may name, by path, in order of the pass."""
         return {layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED}
 
+    def units(self) -> dict[str, tuple[LinearSpec, ...]]:
+        """What one format is chosen for, by path, in order of the pass: a quantisable layer, or a mixture with its stacks."""
+        found: dict[str, tuple[LinearSpec, ...]] = {}
+        for path, layer in self.quantisable().items():
+            unit = path.removesuffix(f".{layer.role}") if layer.is_stacked else path
+            found[unit] = (*found.get(unit, ()), layer)
+        return found
+
     # ---- What follows: cache and positions ----
 
     @property

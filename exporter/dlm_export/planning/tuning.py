@@ -35,7 +35,7 @@ Shape = tuple[int, int]
 class Tuning:
     """What layers take on ``processor`` in a pass that has ``rows`` rows.
 
-    ``seconds``: shape ``(inputs, outputs)`` -> format -> one product; ``shapes``: how many layers have each.
+    ``seconds``: shape ``(inputs, outputs)`` -> format -> one product; ``shapes``: how many products of each a pass has.
     """
 
     rows: int
@@ -44,8 +44,8 @@ class Tuning:
     seconds: Mapping[Shape, Mapping[str, float]]
 
     def cost(self, layer: LinearSpec, format: str) -> float:
-        """Seconds of one layer of a pass."""
-        return self.seconds[layer.inputs, layer.outputs][format]
+        """Seconds of one layer of a pass; of a stack of experts, those of the ones that the pass reaches."""
+        return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
         """Format -> seconds of all layers of a pass in it; a layer that it does not suit counts in full precision."""
@@ -65,9 +65,17 @@ class Tuning:
         return {"processor": self.processor, "rows": self.rows, "ms": totals, "ms_by_shape": milliseconds}
 
 
-def shapes_of(layers: Iterable[LinearSpec]) -> dict[Shape, int]:
-    """The shapes of layers, and how many have each."""
-    return dict(Counter((layer.inputs, layer.outputs) for layer in layers))
+def _reached(layer: LinearSpec, rows: int) -> float:
+    """Of a layer's matrices, those that so many rows meet on average, if they spread evenly."""
+    return layer.count * (1 - (1 - layer.share) ** rows)
+
+
+def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
+    """The shapes of layers, and how many products of each a pass of so many rows has."""
+    found: Counter[Shape] = Counter()
+    for layer in layers:
+        found[layer.inputs, layer.outputs] += round(_reached(layer, rows))
+    return dict(found)
 
 
 def measure(layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_done: Callable[[], None]) -> Tuning:
@@ -82,7 +90,7 @@ def measure(layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_
             raise RequestError(
                 f"--tune times formats with kernels of their own, which {name} has not: take others, or leave it"
             )
-    found, shapes = {}, shapes_of(layers)
+    found, shapes = {}, shapes_of(layers, rows)
     one_of = {(layer.inputs, layer.outputs): layer for layer in layers}
     for shape, count in shapes.items():
         fitting = [HIGH, *(name for name in formats if misfit(one_of[shape], name) is None)]
