@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import llada2_config, llada_moe_config, qwen3_moe_config, sdar_config, write_checkpoint
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import read_tensors
@@ -20,6 +21,7 @@ from dlm_calibration.states import Sample, State
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing
+from dlm_export.cli import main
 from dlm_export.families.base import later
 from dlm_export.judging import auto, sensitivity
 from dlm_export.judging.parity import ParityError
@@ -208,6 +210,9 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
     assert report.parity.misses == []
     assert {row.layer for row in report.parity.layers} == {MIXTURE, "blocks.1.mlp.router", "logits"}, "passes agreed"
     assert sum(row.canvases - row.canvases_equal for row in report.parity.loop) > 0
+    told = CliRunner().invoke(main, ["verify", str(report.output), "--checkpoint", str(path), "--json"])
+    assert told.exit_code == 0, told.stderr
+    assert json.loads(told.stdout)["passed"]
 
 
 def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dtype) -> Any:

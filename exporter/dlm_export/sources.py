@@ -137,7 +137,7 @@ class BundleParameters:
         for name, shape in network.parameters().items():
             found = tuple(self._tensors[name].shape) if name in self._tensors else None
             if name in self._panels:
-                found = experts.shape_of_panels(tuple(self._tensors[f"{name}.panels"].shape), shape[-1])
+                found = experts.shape_of_panels(tuple(self._tensors[f"{name}.panels"].shape.numpy()), shape[-1])
             if found != shape:
                 raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_calibration.recipes import Recipe
 from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
@@ -19,7 +18,6 @@ from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
 from dlm_export.quantising import samples
-from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.workplace import Workplace
 
 CACHE_SAMPLES = 8  # that a rounded cache is judged by, unless --judged says another number
@@ -62,20 +60,15 @@ def prove(
 ) -> Proof:
     """Compare the bundle in ``folder`` with torch and judge it; messages call it ``output``.
 
-    ``taps``: where layers stand in its graph. Where whole passes differ of a network with experts, layers decide: a token that
-    one side sends to another of two experts that are as good ends elsewhere, and neither side is wrong.
+    ``taps``: where layers stand in its graph.
 
     Raises ParityError, AccuracyError.
     """
-    if quantised is not None:
-        numbers, is_simulated = quantised.numbers, job.request.on_gpu or quantised.is_simulated_on_cpu
-        parity = _check_layers(job, numbers, taps, folder, workplace, stages, is_simulated=is_simulated)
-    else:
-        parity = _check_pass(job, folder, stages)
-        if parity.misses and job.source.network.mixtures():
-            nothing = Quantisation(Recipe(job.base, ()), {}, Folded(job.source.parameters, job.source.network))
-            layers = _check_layers(job, nothing, taps, folder, workplace, stages, is_simulated=job.request.on_gpu)
-            parity = replace(layers, graph=parity.graph, loop=parity.loop)
+    parity = (
+        _check_pass(job, taps, folder, workplace, stages)
+        if quantised is None
+        else _check_layers(job, quantised, taps, folder, workplace, stages)
+    )
     require_parity(parity, f"{output}: not written, it differs from PyTorch")
     record: dict[str, Any] = {"parity": parity.as_dict()}
     cache = _judge_cache(job, quantised, folder, workplace, stages) if job.is_cache_judged else None
@@ -93,11 +86,11 @@ def prove(
     return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold, cache)
 
 
-def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
-    """Full precision: whole passes and whole canvases."""
+def _check_pass(job: Job, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages) -> Parity:
+    """Full precision: whole passes and whole canvases, or where experts are what they differ by, layers."""
     source = job.source
     with stages.stage("check parity", verify.parity_units(source.presets, source.network)):
-        return verify.check_parity(
+        parity = verify.check_parity(
             folder,
             source.network,
             lambda: families.load(source.parameters, source.network),
@@ -106,28 +99,35 @@ def _check_pass(job: Job, folder: Path, stages: Stages) -> Parity:
             cache_dtype=job.cache_dtype,
             progress=stages.progress,
         )
+    if not (parity.misses and source.network.mixtures()):
+        return parity
+    with stages.stage("check layers", layerwise.units(source.network)) as advance:
+        return layerwise.instead_of_passes(
+            parity,
+            folder,
+            source.parameters,
+            source.network,
+            taps,
+            cache_dtype=job.cache_dtype,
+            is_simulated=job.request.on_gpu,
+            on_done=advance,
+            workplace=workplace,
+        )
 
 
 def _check_layers(
-    job: Job,
-    numbers: Quantisation,
-    taps: Mapping[str, Tap],
-    folder: Path,
-    workplace: Workplace,
-    stages: Stages,
-    *,
-    is_simulated: bool,
+    job: Job, quantised: Quantised, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages
 ) -> Parity:
-    """Layer by layer from equal inputs."""
+    """Quantised: layer by layer from equal inputs."""
     with stages.stage("check parity", layerwise.units(job.source.network)):
         return layerwise.check_layers(
             folder,
             job.source.network,
-            numbers,
+            quantised.numbers,
             job.base,
             taps,
             cache_dtype=job.cache_dtype,
-            is_simulated=is_simulated,
+            is_simulated=job.request.on_gpu or quantised.is_simulated_on_cpu,
             on_done=stages.progress.advance,
             workplace=workplace,
         )

@@ -76,7 +76,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         taps, stacks = find_taps(traced), {}
         if request.on_gpu:
             stacks = experts.spread(traced.model, source.network)
-            taps |= find_taps(traced)
+            taps |= find_taps(traced)  # of each stack
         device = traced.clone() if request.on_gpu else None
         advance()
     read: ReadParameter = functools.partial(later, source.parameters, source.network)

@@ -310,7 +310,7 @@ class Checkpoint:
         if not size:
             return torch.empty(info.shape, dtype=kind)
         try:  # private: torch takes no array that is read-only
-            stored = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
+            stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
         if info.offset % kind.itemsize:  # of another writer: numbers lie across the processor's boundaries

@@ -81,7 +81,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
     import dlm_runtime
     from dlm_export import families, graph
     from dlm_export.judging.parity import random_prompts, read_prompts, require_parity
-    from dlm_export.judging.verify import check_parity, parity_units
+    from dlm_export.judging.verify import by_layers, check_parity, parity_units
+    from dlm_export.opening import ON_CPU
     from dlm_export.sources import open_source_of
     from dlm_runtime.manifest import check_manifest
 
@@ -101,6 +102,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
             chosen = random_prompts(source.network, count, values["seed"])
         else:
             chosen = read_prompts(prompts, opened.tokenizer, count)
+    where = opening(values)
     with Bars() as bars:
         bars.start("check parity", parity_units(presets, source.network, len(chosen)))
         parity = check_parity(
@@ -113,9 +115,11 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
             prompts=chosen,
             max_new_tokens=values["max_new_tokens"],
             seed=values["seed"],
-            opening=opening(values),
+            opening=where,
             progress=bars,
         )
+        if parity.misses and source.network.mixtures() and where == ON_CPU:
+            parity = by_layers(parity, bundle, manifest, source, progress=bars)
     if values["as_json"]:
         print_json(parity.as_dict())
     else:

@@ -6,20 +6,25 @@ before the bundle's engine comes: the peak is one model, not two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dlm_calibration.states import MASK_RATIOS
+from dlm_export.graph import PLAIN_OPSET, experts, trace
+from dlm_export.graph.taps import find_taps
+from dlm_export.judging import layerwise
 from dlm_export.judging.parity import Canvas, LoopRow, Parity, compare_logits, make_canvases, random_prompts, tolerance_of
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
+from dlm_export.sources import Source
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
@@ -85,6 +90,26 @@ def check_parity(
     del denoiser
     with opening.open(folder, check_hashes=False) as opened:
         return compare(opened, expected, precision, progress.advance, cache_dtype)
+
+
+def by_layers(parity: Parity, folder: Path, manifest: Mapping[str, Any], source: Source, progress: Progress) -> Parity:
+    """``layerwise.instead_of_passes`` of a bundle that stands; ``parity`` is what its passes gave."""
+    traced = trace.trace_pass(source.network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
+    taps = find_taps(traced)
+    if "device_file" in manifest["loop"]["graph"]:
+        experts.spread(traced.model, source.network)
+        taps |= find_taps(traced)
+    progress.start("check layers", layerwise.units(source.network))
+    return layerwise.instead_of_passes(
+        parity,
+        folder,
+        source.parameters,
+        source.network,
+        taps,
+        cache_dtype=manifest["loop"]["graph"]["cache_dtype"],
+        is_simulated=manifest["loop"]["graph"]["simulated"],
+        on_done=progress.advance,
+    )
 
 
 def parity_units(presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT) -> int:
