@@ -953,6 +953,86 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   dlm_bundle_destroy(bundle);
 }
 
+/* ---- What requests come to, and what ends them ---- */
+
+static int32_t cancel_at_two(void *user, const dlm_step *step) {
+  if (step->nfe == 2) dlm_session_cancel(user, 0);
+  return 0;
+}
+
+static void *cancel_all(void *user) {
+  dlm_session_cancel(user, DLM_ALL_REQUESTS);
+  return NULL;
+}
+
+/* What the session says of its last request. */
+static int ended(dlm_session *session, int32_t finish, int32_t nfe, int32_t completion, size_t undecided) {
+  dlm_result result;
+  size_t open = 0, unsaid = 0;
+  if (!SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_OK)) return 0;
+  for (size_t i = 0; i < result.length; ++i) open += result.undecided[i], unsaid += isnan(result.log_probs[i]) != 0;
+  return result.struct_size == sizeof result && result.finish == finish && result.nfe == nfe && result.prompt_tokens == 3 &&
+         result.completion_tokens == completion && result.length == 11 && open == undecided && unsaid >= 3 + undecided;
+}
+
+static void test_results_and_what_ends_requests(void) {
+  fake f = make_fake();
+  dlm_bundle *bundle = open_fake(&f);
+  dlm_session *session = open_session(bundle);
+  dlm_policy policy;
+  dlm_generate_options options = options_of(&policy, 8);
+  dlm_result result;
+  dlm_step step;
+  size_t length = 0;
+  memset(&result, 0x55, sizeof result);
+  SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_INVALID_ARGUMENT); /* none has ended */
+  CLAIM(result.log_probs == NULL && result.undecided == NULL && result.length == 0);
+  SESSION_STATUS(dlm_session_result(session, 0, (dlm_result *)NULL), DLM_INVALID_ARGUMENT);
+  CLAIM(dlm_session_result(NULL, 0, &result) == DLM_INVALID_ARGUMENT);
+  dlm_session_cancel(NULL, 0);
+  dlm_session_cancel(session, 0); /* nothing runs */
+  int32_t tokens[LONGEST] = {1, 2, 3};
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(ended(session, DLM_FINISH_LENGTH, 8, 8, 0));
+  SESSION_STATUS(dlm_session_result(session, 1, &result), DLM_INVALID_ARGUMENT);
+  f.eos_at = 6;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(ended(session, DLM_FINISH_STOP, 8, 3, 0));
+  f.eos_at = NOWHERE;
+  options.max_steps = 3;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(ended(session, DLM_FINISH_STEPS, 3, 8, 5));
+  for (int32_t i = 3; i < 11; ++i) CLAIM(tokens[i] == token_at(&f, i)); /* as proposed, where nothing was decided */
+  options.max_steps = 0;
+  options.deadline_ms = 1e-9;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(ended(session, DLM_FINISH_DEADLINE, 0, 0, 8) && tokens[10] == EOS);
+  options.deadline_ms = 1e9;
+  options.on_step = cancel_at_two;
+  options.user = session;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(ended(session, DLM_FINISH_CANCELLED, 2, 8, 6));
+  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
+  SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_INVALID_ARGUMENT); /* it runs */
+  pthread_t thread;
+  CLAIM(pthread_create(&thread, NULL, cancel_all, session) == 0 && pthread_join(thread, NULL) == 0);
+  const int32_t passes = f.passes;
+  SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
+  CLAIM(step.done == 1 && step.nfe == 1 && f.passes == passes && ended(session, DLM_FINISH_CANCELLED, 1, 8, 7));
+  is_usable(session, &f, __LINE__);
+  /* Draws and guidance: whole logits, two canvases a pass. */
+  policy.select = "sample";
+  policy.temperature = 0.5;
+  policy.cfg_scale = 2;
+  policy.cache = "dual";
+  options.on_step = NULL;
+  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  CLAIM(f.last[0] == 2 && f.broken_promises == 0);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+}
+
 /* ---- Batches ---- */
 
 /* Requests of one canvas length whose blocks of eight hold the same, more or fewer masks; canvases[i] is what i is given. */
@@ -1007,6 +1087,16 @@ static void test_wrong_batches_are_refused_by_number(void) {
   refuse_batch(session, &f, &good, &s, MOST, INT32_MIN, DLM_INVALID_ARGUMENT, "max_batch", __LINE__);
   refuse_batch(session, &f, &good, &s, MOST, 4097, DLM_INVALID_ARGUMENT, "1..4096", __LINE__);
   dlm_generate_options bad = good;
+  const dlm_policy *const policies[MOST] = {&policy, &policy, NULL};
+  bad.policies = policies;
+  REFUSE(&bad, "request 2: policy is NULL");
+  bad.policies = NULL;
+  bad.deadline_ms = (double)NAN;
+  REFUSE(&bad, "deadline_ms = nan is outside");
+  bad.deadline_ms = 0;
+  bad.max_steps = -1;
+  REFUSE(&bad, "max_steps = -1 is negative");
+  bad.max_steps = 0;
   bad.on_step = watch;
   REFUSE(&bad, "on_step must be NULL");
   bad = good;
@@ -1234,6 +1324,7 @@ int main(int argc, char **argv) {
   test_a_new_session_takes_a_canvas_of_masks_alone();
   test_counts();
   test_timed_passes_are_those_that_were_asked_for();
+  test_results_and_what_ends_requests();
   test_wrong_batches_are_refused_by_number();
   test_batches_of_every_kind_give_what_one_by_one_gives();
   test_requests_are_together_where_they_fit();

@@ -28,7 +28,7 @@ PRESET: dict[str, Any] = json.loads((resources.files(dlm_runtime) / "manifest.sc
 GROWING = ("dlm_denoiser", "dlm_policy", "dlm_open_options", "dlm_generate_options")
 # A library that runs callbacks and opens bundles without an engine: the quickest to compile.
 ENGINES = ["engine_callback", "engine_host", "engine_no_tensorrt"]
-UNITS = [*ENGINES, "bundle", "c_api", "graph", "json", "loop", "plan", "policy", "proposer", "sampling", "sha256"]
+UNITS = [*ENGINES, "bundle", "c_api", "graph", "guidance", "json", "loop", "plan", "policy", "proposer", "sampling", "sha256"]
 COMPILE = ["-std=c++17", '-DDLM_VERSION="9.9.9"']
 RELEASED_FIELDS = 17  # of a policy, which the program prints
 KINDS = {"str": 0, "int": 1, "float": 2, "UInt64": 3}  # DLM_FIELD_...
@@ -58,9 +58,9 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     header.write_text(_grow(header.read_text(), *((f"}} {name};", f"int32_t novelty;\n}} {name};") for name in GROWING)))
     table = sources / "policy.h"
     field = "  NUMBER(novelty, int32_t, 7, 0, 9)"
-    table.write_text(_grow(table.read_text(), (last := "  CHOICE(score_of, ScoreOf)", f"{last} \\\n{field}")))
+    table.write_text(_grow(table.read_text(), (last := "  NUMBER(cfg_scale, double, 0, 0, 1000)", f"{last} \\\n{field}")))
     sizes = sources / "sized.h"
-    others = {"dlm_denoiser": "visible_block", "dlm_open_options": "allow_fallback", "dlm_generate_options": "user"}
+    others = {"dlm_denoiser": "visible_block", "dlm_open_options": "allow_fallback", "dlm_generate_options": "max_steps"}
     sizes.write_text(
         _grow(
             sizes.read_text(),

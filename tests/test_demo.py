@@ -120,9 +120,19 @@ def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
     assert set(by_prompt.timings) == {"prefill", "passes", "selection", "cache", "total"}
 
 
+def test_a_hole_in_a_command_is_filled_with_words(demo: Bundle) -> None:
+    done = demo.infill(
+        'turn on the kitchen lights{"name":"set_light","arguments":{"room":"<mask>","state":"on"}}', lengths=[[1, 2]]
+    )
+    assert done.text.startswith('turn on the kitchen lights{"name":"set_light","arguments":{"room":"')
+    assert done.text.endswith('","state":"on"}}')
+    assert done.log_prob is not None
+
+
 def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:
     events = list(demo.stream(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8))
     texts = [event.text or "" for event in events]
+    assert "".join(event.delta or "" for event in events) == texts[-1]
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert events[-1].done
     assert events[-1].result is not None

@@ -42,6 +42,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_generate_options": _native.GenerateOptions,
     "dlm_stats": _native.Stats,
     "dlm_pass_counts": _native.PassCounts,
+    "dlm_result": _native.Result,
 }
 
 
@@ -179,6 +180,14 @@ def ids(line: str) -> list[int]:
 
 def test_native_tests_pass_under_sanitizers(sanitized: Path) -> None:
     assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "native_test"), flags=re.MULTILINE)
+
+
+def test_a_request_survives_the_failure_of_each_of_its_allocations(sanitized: Path) -> None:
+    """Replaced ``operator new`` is what the library calls as well."""
+    variables = {"ASAN_OPTIONS": "detect_leaks=1:alloc_dealloc_mismatch=0"}
+    assert re.search(
+        r"^[1-9]\d* allocations failed, 0 claims did$", succeed(sanitized / "memory_test", **variables), re.MULTILINE
+    )
 
 
 def test_every_error_path_of_the_abi_is_clean(sanitized: Path, llada_bundle: Path, tmp_path: Path) -> None:

@@ -241,18 +241,24 @@ LONG = ("--max-new-tokens", 4000, "--block-length", 0, "--threads", 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_run_dies_by_the_signal_that_ends_it(endless: Path, number: signal.Signals) -> None:
-    assert _ended_by(number, ("run", endless, "--tokens", "5", *LONG), _is_computing) == ""
+def test_run_prints_what_there_is_and_dies_by_the_signal_that_ends_it(endless: Path, number: signal.Signals) -> None:
+    canvas = _ended_by(number, ("run", endless, "--tokens", "5", *LONG), _is_computing).split()
+    assert len(canvas) == 4001
+    assert canvas[0] == "5"
+
+
+def test_a_canvas_that_is_watched_is_printed_as_well(endless: Path) -> None:
+    out = _ended_by(signal.SIGINT, ("run", endless, "--tokens", "5", *LONG, "--watch", "--delay", 0), _is_computing)
+    assert len(out.split()) == 4001
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", "--tokens", "5", *LONG, "--watch", "--delay", 0),
         ("bench", "--rounds", 1000, "--prompt-tokens", 1, "--new-tokens", 4000, "--threads", 1),
         ("bench", "--rounds", 1000, "--new-tokens", 1, "--passes", "2000,2000,1", "--threads", 1),
     ],
-    ids=["watch", "bench a generation", "bench passes"],
+    ids=["bench a generation", "bench passes"],
 )
 def test_other_commands_do_as_well(endless: Path, arguments: tuple[object, ...]) -> None:
     command, *options = arguments

@@ -34,7 +34,7 @@ def event(length: int, block: tuple[int, int], first: int | None = None, done: b
     decided = length if done else block[0] if first is None else first
     undecided = [i >= decided for i in range(length)]
     guess = [-1 if i % 2 or not undecided[i] else i for i in range(length)]
-    return Event(list(range(length)), undecided, guess, [0.0] * length, block, 7, 1, None, done, None)
+    return Event(list(range(length)), undecided, guess, [0.0] * length, block, 7, 1, None, None, done, None)
 
 
 def drawn(shown: Event, width: int, height: int, kind: str = "plain") -> list[str]:

@@ -38,6 +38,24 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 @contextmanager
+def cancelling(cancel: threading.Event) -> Iterator[None]:
+    """Within, the first signal that ends the process sets ``cancel`` instead, and the process ends by it behind the block; a
+    second one ends it at once. For use inside ``dying_by_signal``."""
+    ending: list[int] = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        ending.append(number)
+        cancel.set()
+        if len(ending) > 1:
+            raise _Ended(number)
+
+    with handled_by(end):
+        yield
+    if ending:
+        raise _Ended(ending[0])
+
+
+@contextmanager
 def dying_by_signal() -> Iterator[None]:
     """Within, a signal that ends the process is an exception, on whose way all is cleared up; then the process dies by it.
 

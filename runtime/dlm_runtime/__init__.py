@@ -7,10 +7,12 @@
 Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither torch nor onnx.
 """
 
-from dlm_runtime.bundle import Bundle, Event, Generation, open
+from dlm_runtime.bundle import Bundle, open
 from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
 from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
+from dlm_runtime.infill import Infill
 from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.results import Event, Generation
 
 __all__ = [
     "PRESETS",
@@ -23,6 +25,7 @@ __all__ = [
     "EngineError",
     "Event",
     "Generation",
+    "Infill",
     "Policy",
     "RequestError",
     "from_callback",

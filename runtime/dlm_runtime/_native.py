@@ -126,6 +126,9 @@ class GenerateOptions(C.Structure):
         ("steps", C.c_int32),
         ("on_step", StepFn),
         ("user", C.c_void_p),
+        ("policies", C.POINTER(C.POINTER(Policy))),
+        ("deadline_ms", C.c_double),
+        ("max_steps", C.c_int32),
     ]
 
 
@@ -152,6 +155,23 @@ class PassCounts(C.Structure):
         ("denoise", C.c_int32),
         ("store", C.c_int32),
     ]
+
+
+class Result(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("finish", C.c_int32),
+        ("nfe", C.c_int32),
+        ("prompt_tokens", C.c_int32),
+        ("completion_tokens", C.c_int32),
+        ("log_probs", f32p),
+        ("undecided", C.POINTER(C.c_uint8)),
+        ("length", C.c_size_t),
+    ]
+
+
+FINISHES = ("none", "stop", "length", "steps", "deadline", "cancelled")
+"""What a request ended by, by DLM_FINISH_..."""
 
 
 class Request(C.Structure):
@@ -204,6 +224,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
     "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
     "dlm_session_pass_counts_sized": (None, [C.c_void_p, C.POINTER(PassCounts), C.c_size_t]),
+    "dlm_session_result_sized": (C.c_int32, [C.c_void_p, C.c_size_t, C.POINTER(Result), C.c_size_t]),
+    "dlm_session_cancel": (None, [C.c_void_p, C.c_size_t]),
     "dlm_session_undecided": (C.POINTER(C.c_uint8), [C.c_void_p, C.POINTER(C.c_size_t)]),
     "dlm_session_logits": (
         C.c_int32,

@@ -9,13 +9,12 @@ import ctypes as C
 import functools
 import inspect
 import json
-import operator
+import math
 import os
-import reprlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +22,13 @@ import numpy as np
 
 from dlm_runtime import _native, providers
 from dlm_runtime.errors import RequestError
+from dlm_runtime.infill import Infill, infill
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
-from dlm_runtime.signals import seen_between_passes
+from dlm_runtime.request import TEXT_FIELDS, Limits, Request, count_of, token_ids
+from dlm_runtime.results import Event, Generation
+from dlm_runtime.signals import Cancels, seen_between_passes
 from dlm_runtime.tokenizer import Tokenizer
-
-TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished request. ``tokens`` is the whole canvas; ``text`` decodes what was generated, up to the first end token.
-
-    ``passes`` counts those made by kind: ``prefill`` and ``store`` fill a cache, before and behind what is decided.
-    """
-
-    tokens: list[int]
-    text: str | None
-    nfe: int
-    timings: dict[str, float]
-    cache_bytes: int
-    passes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Event:
-    """The canvas after one step.
-
-    ``undecided`` says where a token is still wanted; what the canvas holds there is what the denoiser sees. ``guess`` holds,
-    where such a position was scored, the token it would take now, else -1; ``score`` its score. ``block`` is the span
-    ``[start, end)`` being filled. ``text`` decodes the blocks finished so far. The last event is ``done`` and carries
-    ``result``.
-    """
-
-    canvas: list[int]
-    undecided: list[bool]
-    guess: list[int]
-    score: list[float]
-    block: tuple[int, int]
-    nfe: int
-    committed: int
-    text: str | None
-    done: bool
-    result: Generation | None
 
 
 class Bundle:
@@ -90,6 +53,8 @@ class Bundle:
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[i] for i in range(info.eos_count))
+        self.visible_block: int | None = info.visible_block or None
+        """Tokens of a block where attention is block-causal; None: it is full."""
         self.provider = "cpu"  # that runs the graph in ONNX Runtime
         self.engine: str = self._library.dlm_bundle_engine(handle).decode()
 
@@ -175,6 +140,10 @@ class Bundle:
         max_new_tokens: int = 128,
         preset: str | None = None,
         steps: int = 0,
+        max_steps: int = 0,
+        deadline_ms: float = 0.0,
+        stop_strings: Sequence[str] = (),
+        cancel: threading.Event | None = None,
         **policy: Any,
     ) -> Generation:
         """Fill ``max_new_tokens`` mask tokens behind a prompt, token ids, or a chat (one of the three).
@@ -185,19 +154,33 @@ class Bundle:
         others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and
         ``total``, which is more than these by the loop's bookkeeping.
 
+        The request ends before all is decided, within one pass, after ``max_steps`` passes, ``deadline_ms`` milliseconds after
+        its start, or once another thread sets ``cancel``; ``finish`` then says so, and the result has what it came to.
+        ``stop_strings`` end the text, and the passes behind the block that holds one.
+
         Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails, and, within
         a pass, what a signal's handler raises on the main thread, such as KeyboardInterrupt.
         """
-        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self._policy_for("generate", preset, policy))
-        with self._session() as session:
+        request = Request(
+            self,
+            (prompt, tokens, chat),
+            max_new_tokens,
+            steps,
+            self._policy_for("generate", preset, policy),
+            Limits(max_steps, deadline_ms, stop_strings),
+        )
+        if stop_strings:
+            *_, last = self._steps(request, cancel)
+            assert last.result is not None
+            return last.result
+        with self._session([cancel] if cancel else ()) as session:
             stats, length = _native.Stats(), C.c_size_t()
             buffer = (C.c_int32 * max(1, request.capacity))(*request.given)
             status = self._library.dlm_session_generate(
                 session, C.byref(request.options), buffer, len(request.given), request.capacity, C.byref(stats), C.byref(length)
             )
             self._check(status, session)
-            passes = self._passes(session)
-        return request.result(list(buffer[: length.value]), stats, stats.nfe, passes)
+            return request.result(session, 0, list(buffer[: length.value]), stats)
 
     def generate_batch(
         self,
@@ -209,6 +192,11 @@ class Bundle:
         preset: str | None = None,
         steps: int = 0,
         max_batch: int = 8,
+        policies: Sequence[Mapping[str, Any]] | None = None,
+        max_steps: int = 0,
+        deadline_ms: float = 0.0,
+        stop_strings: Sequence[str] = (),
+        cancel: threading.Event | Sequence[threading.Event | None] | None = None,
         **policy: Any,
     ) -> list[Generation]:
         """``generate`` for several requests, at most ``max_batch`` of which share their passes; results in the given order.
@@ -216,7 +204,10 @@ class Bundle:
         Those run together whose canvases have one length and, over a cache, whose masks lie in the same blocks; the others
         run in further batches, one after the other. To be together, prompts must have as many tokens. Each result is what
         ``generate`` gives, floating-point noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and
-        ``cache_bytes`` are those of the whole call.
+        ``cache_bytes`` are those of the whole call. ``policies`` changes fields for each request, such as its ``seed``.
+
+        ``max_steps`` is each request's own, ``deadline_ms`` that of the call. ``cancel`` is an event for all requests, or one
+        or None for each. ``stop_strings`` end texts, and no passes.
 
         Raises what ``generate`` raises, naming the request by its number, counted from 0, and RequestError where the engine
         takes fewer at a time: TensorRT takes one.
@@ -227,16 +218,25 @@ class Bundle:
             raise RequestError("give one of prompts, tokens and chats: a list with an entry for each request")
         if isinstance(chosen[0][1], str):
             raise RequestError(f"{chosen[0][0]} is one string: give a list with an entry for each request")
+        count = len(chosen[0][1])
+        each = [{}] * count if policies is None else policies
+        cancels = [cancel] * count if cancel is None or isinstance(cancel, threading.Event) else cancel
+        for name, values in (("policies", each), ("cancel", cancels)):
+            if len(values) != count:
+                raise RequestError(f"{name} has {len(values)} entries for {count} requests: give one for each")
         fields, kept = self._policy_for("generate_batch", preset, policy), []
-        for number, value in enumerate(chosen[0][1]):
-            one: dict[str, Any] = dict.fromkeys(given) | {chosen[0][0]: value}
+        limits = Limits(max_steps, deadline_ms, stop_strings)
+        for number, (value, changes) in enumerate(zip(chosen[0][1], each, strict=True)):
+            one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
-                kept.append(_Request(self, **one, max_new_tokens=max_new_tokens, steps=steps, policy=fields))
+                kept.append(Request(self, one, max_new_tokens, steps, fields.with_fields(dict(changes)), limits))
             except RequestError as err:
                 raise RequestError(f"request {number}: {err}") from err
-        most = _count("max_batch", max_batch)
+        most = count_of("max_batch", max_batch)
         if not kept:
             return []
+        options = kept[0].options
+        options.policies = (C.POINTER(_native.Policy) * len(kept))(*(C.pointer(request.policy) for request in kept))
         buffers = [(C.c_int32 * max(1, request.capacity))(*request.given) for request in kept]
         natives = (_native.Request * len(kept))(
             *(
@@ -245,16 +245,15 @@ class Bundle:
             )
         )
         stats = _native.Stats()
-        with self._session() as session:
+        with self._session(cancels if any(cancels) else ()) as session:
             status = self._library.dlm_session_generate_batch(
-                session, C.byref(kept[0].options), natives, len(kept), most, C.byref(stats)
+                session, C.byref(options), natives, len(kept), most, C.byref(stats)
             )
             self._check(status, session)
-            passes = self._passes(session)
-        return [
-            request.result(list(buffer[: native.length]), stats, native.nfe, passes)
-            for request, buffer, native in zip(kept, buffers, natives, strict=True)
-        ]
+            return [
+                request.result(session, number, list(buffer[: native.length]), stats)
+                for number, (request, buffer, native) in enumerate(zip(kept, buffers, natives, strict=True))
+            ]
 
     def stream(
         self,
@@ -265,11 +264,28 @@ class Bundle:
         max_new_tokens: int = 128,
         preset: str | None = None,
         steps: int = 0,
+        max_steps: int = 0,
+        deadline_ms: float = 0.0,
+        stop_strings: Sequence[str] = (),
+        cancel: threading.Event | None = None,
         **policy: Any,
     ) -> Iterator[Event]:
         """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving the loop."""
-        request = _Request(self, prompt, tokens, chat, max_new_tokens, steps, self._policy_for("stream", preset, policy))
-        return self._steps(request)
+        fields = self._policy_for("stream", preset, policy)
+        limits = Limits(max_steps, deadline_ms, stop_strings)
+        return self._steps(Request(self, (prompt, tokens, chat), max_new_tokens, steps, fields, limits), cancel)
+
+    def infill(self, text: str, *, lengths: Sequence[int | Sequence[int]] = (16,), **request: Any) -> Infill:
+        """Fill the holes of a text, written ``<mask>`` in it: ``"def f(x): <mask> return y"``.
+
+        ``lengths`` are the tokens of the holes: one entry for all, or one for each. A list in place of a number is of lengths
+        to try, each in a request of its own, and the best is taken by the mean ln p of what fills the holes. A hole ends with
+        its first end token, so that one with room to spare may take less. ``request`` is what ``generate_batch`` takes beside
+        what is given: policy fields, limits, ``max_batch``.
+
+        Raises RequestError where there is no hole, or no tokenizer, and where attention is block-causal.
+        """
+        return infill(self, text, lengths, **request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
         """Raw logits ``[R, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens stay masked.
@@ -277,9 +293,9 @@ class Bundle:
         ``rows`` picks the rows that pass the head, None all of them. Row ``i`` is the
         network's row ``i``: for a family with shift 1 it predicts position ``i + 1``.
         """
-        given = _token_ids(tokens)
+        given = token_ids(tokens)
         length = len(given)
-        wanted = range(length) if rows is None else _token_ids(rows)
+        wanted = range(length) if rows is None else token_ids(rows)
         out = np.empty((len(wanted), self.vocab_size), np.float32)
         with self._session() as session:
             status = self._library.dlm_session_logits(
@@ -302,38 +318,59 @@ class Bundle:
         sizes. Raises RequestError for a pass that the denoiser or the engine does not take.
         """
         given = (("batch", batch), ("tokens", tokens), ("cached", cached), ("rows", rows))
-        sizes = [_count(name, value) for name, value in given]
-        seconds = (C.c_double * max(1, _count("repeats", repeats)))()
+        sizes = [count_of(name, value) for name, value in given]
+        seconds = (C.c_double * max(1, count_of("repeats", repeats)))()
         with self._session() as session:
             self._check(self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session)
         return seconds[:repeats]
 
-    def _steps(self, request: _Request) -> Iterator[Event]:
-        with self._session() as session:
+    def _steps(self, request: Request, cancel: threading.Event | None) -> Iterator[Event]:
+        stream = request.text_stream()
+        with self._session([cancel] if cancel else ()) as session:
             given = (C.c_int32 * max(1, len(request.given)))(*request.given)
             self._check(self._library.dlm_session_start(session, C.byref(request.options), given, len(request.given)), session)
             view, stats = _native.Step(), _native.Stats()
             while not view.done:
                 self._check_open()
                 self._check(self._library.dlm_session_step(session, C.byref(view)), session)
-                canvas = view.canvas[: view.length]
-                undecided = [bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]]
-                result = None
+                delta = None if stream is None else request.push(stream, view, self._undecided(session, view))
+                if stream is not None and stream.is_stopped and not view.done:
+                    self._library.dlm_session_cancel(session, 0)
+                    self._check(self._library.dlm_session_step(session, C.byref(view)), session)  # makes no pass
+                canvas, result = view.canvas[: view.length], None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
-                    result = request.result(canvas, stats, stats.nfe, self._passes(session))
+                    result = request.result(session, 0, canvas, stats, stream)
                 yield Event(
                     canvas=canvas,
-                    undecided=undecided,
+                    undecided=self._undecided(session, view),
                     guess=view.guess[: view.length],
                     score=view.score[: view.length],
                     block=(view.block_start, view.block_end),
                     nfe=view.nfe,
                     committed=view.committed,
-                    text=request.text(canvas[: undecided.index(True)] if True in undecided else canvas),
+                    text=None if stream is None else stream.text,
+                    delta=delta,
                     done=bool(view.done),
                     result=result,
                 )
+
+    def _undecided(self, session: C.c_void_p, view: _native.Step) -> list[bool]:
+        return [bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]]
+
+    def _outcome(self, session: C.c_void_p, number: int) -> dict[str, Any]:
+        """What ``Generation`` says of a request that the native loop tells."""
+        found = _native.Result()
+        self._check(self._library.dlm_session_result_sized(session, number, C.byref(found), C.sizeof(found)), session)
+        return {
+            "nfe": found.nfe,
+            "finish": _native.FINISHES[found.finish],
+            "prompt_tokens": found.prompt_tokens,
+            "completion_tokens": found.completion_tokens,
+            "log_probs": [None if math.isnan(value) else value for value in found.log_probs[: found.length]],
+            "undecided": [bool(flag) for flag in found.undecided[: found.length]],
+            "passes": self._passes(session),
+        }
 
     def _passes(self, session: C.c_void_p) -> dict[str, int]:
         counts = _native.PassCounts()
@@ -345,7 +382,7 @@ class Bundle:
             raise _native.error(status, self._library.dlm_session_last_error(session))
 
     @contextmanager
-    def _session(self) -> Iterator[C.c_void_p]:
+    def _session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
         with self._lock:
             self._check_open()
             session = self._idle.pop() if self._idle else C.c_void_p()
@@ -356,7 +393,7 @@ class Bundle:
                     raise _native.error(status, message.value)
             self._busy += 1
         try:
-            with seen_between_passes(session):
+            with seen_between_passes(session, cancels):
                 yield session
         finally:
             with self._lock:
@@ -370,87 +407,6 @@ def _arguments(method: str) -> tuple[str, ...]:
     """What a method of ``Bundle`` takes by name, beside a policy's fields."""
     parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
-
-
-class _Request:
-    """A request in the C ABI's terms; keeps alive what the structs point to."""
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        prompt: str | None,
-        tokens: Sequence[int] | None,
-        chat: Sequence[Mapping[str, Any]] | None,
-        max_new_tokens: int,
-        steps: int,
-        policy: Policy,
-    ) -> None:
-        if sum(value is not None for value in (prompt, tokens, chat)) != 1:
-            raise RequestError("give one of prompt, tokens and chat")
-        self.bundle = bundle
-        if tokens is not None:
-            self.given = _token_ids(tokens)
-        elif bundle.tokenizer is None:
-            raise RequestError("this bundle has no tokenizer: give tokens")
-        else:
-            self.given = bundle.tokenizer.encode(prompt) if prompt is not None else bundle.tokenizer.encode_chat(chat or [])
-        max_new_tokens, steps = _count("max_new_tokens", max_new_tokens), _count("steps", steps)
-        self.capacity = len(self.given) + max_new_tokens
-        self.policy = native_policy(policy)
-        self.options = _native.initialised(_native.GenerateOptions)
-        self.options.policy = C.pointer(self.policy)
-        self.options.max_new_tokens = max_new_tokens
-        self.options.steps = steps
-
-    def result(self, canvas: list[int], stats: _native.Stats, nfe: int, passes: dict[str, int]) -> Generation:
-        timings = {name: getattr(stats, f"{name}_s") for name in ("prefill", "passes", "selection", "cache", "total")}
-        return Generation(canvas, self.text(canvas), nfe, timings, stats.cache_bytes, passes)
-
-    def text(self, canvas: list[int]) -> str | None:
-        if self.bundle.tokenizer is None:
-            return None
-        generated = canvas[len(self.given) :] if self.capacity > len(self.given) else canvas
-        for end, token in enumerate(generated):
-            if token in self.bundle.eos_token_ids:
-                generated = generated[:end]
-                break
-        return self.bundle.tokenizer.decode(generated)
-
-
-def _count(name: str, value: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = -1
-    if not 0 <= count < 1 << 24:
-        raise RequestError(f"{name} = {value!r} is not an integer in 0..{(1 << 24) - 1}")
-    return count
-
-
-def _token_ids(tokens: Sequence[int]) -> list[int]:
-    try:
-        ids = [operator.index(token) for token in tokens]
-    except TypeError as err:
-        raise RequestError(f"tokens: not integers ({err})") from err
-    for position, token in enumerate(ids):
-        if not -(1 << 31) <= token < 1 << 31:
-            raise RequestError(f"token id {token} at position {position} is outside the vocabulary")
-    return ids
-
-
-def native_policy(policy: Policy) -> _native.Policy:
-    """The C struct of a policy. Raises RequestError for a value of the wrong type."""
-    native = _native.initialised(_native.Policy)
-    for field in fields(Policy):
-        value = getattr(policy, field.name)
-        try:
-            setattr(native, field.name, value.encode() if field.name in TEXT_FIELDS else value)
-        except (AttributeError, TypeError, ValueError, OverflowError) as err:
-            raise RequestError(f"policy: {field.name} = {reprlib.repr(value)} is not of the right type") from err
-        # ctypes wraps integers around in silence.
-        if isinstance(value, int) and getattr(native, field.name) != value:
-            raise RequestError(f"policy: {field.name} = {value} is out of range")
-    return native
 
 
 def open(

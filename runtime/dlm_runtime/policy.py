@@ -52,6 +52,7 @@ class Policy:
     top_p: float = 1.0
     top_k: int = 0
     score_of: str = "prediction"
+    cfg_scale: float = 0.0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's.
@@ -76,8 +77,8 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """The same loop without draws, for those who compare what denoisers predict."""
-        return self.with_fields({"temperature": 0.0})
+        """The same loop without draws and guidance, for those who compare what denoisers predict."""
+        return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest holds them."""

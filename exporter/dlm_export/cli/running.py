@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from dlm_export.cli.options import (
     threads_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown
+from dlm_export.signals import cancelling
+from dlm_runtime import Generation
 
 
 @click.command()
@@ -28,6 +31,8 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table,
 @click.option("--prompt", help="Text in front of the canvas; - reads stdin.")
 @click.option("--chat", help="A user's message, put through the bundle's chat template.")
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
+@click.option("--infill", help="Text with holes, each written <mask>, which are filled.")
+@click.option("--hole-tokens", help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]")
 @click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Mask tokens to fill.")
 @preset_option
 @click.option("--steps", type=click.IntRange(0), default=0, help="Passes planned for the whole generation; 0: the preset's.")
@@ -41,6 +46,13 @@ from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table,
 @click.option("--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all.")
 @click.option("--seed", type=click.IntRange(0), help="Of draws, and of score random.")
 @set_option
+@click.option(
+    "--max-steps", type=click.IntRange(0), default=0, help="End after this many passes with what there is; 0: do not."
+)
+@click.option(
+    "--deadline-ms", type=click.FloatRange(0), default=0.0, help="End this many milliseconds after the start; 0: do not."
+)
+@click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
 @engine_option
@@ -52,22 +64,40 @@ def run(
     prompt: str | None,
     chat: str | None,
     tokens: str | None,
+    infill: str | None,
+    hole_tokens: str | None,
     max_new_tokens: int,
     preset: str | None,
     steps: int,
     changes: tuple[str, ...],
+    max_steps: int,
+    deadline_ms: float,
+    stop_strings: tuple[str, ...],
     watch: bool,
     delay: float,
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Generate from a bundle.
+    """Generate from a bundle. Ctrl-C ends it within a pass, and prints what there is.
 
     Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --max-new-tokens 64 --preset fast-dllm
     """
-    if sum(value is not None for value in (prompt, chat, tokens)) != 1:
-        raise click.UsageError("give one of --prompt, --chat and --tokens")
-    request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "preset": preset, "steps": steps}
+    if sum(value is not None for value in (prompt, chat, tokens, infill)) != 1:
+        raise click.UsageError("give one of --prompt, --chat, --tokens and --infill")
+    if hole_tokens is not None and infill is None:
+        raise click.UsageError("--hole-tokens is of --infill")
+    if watch and infill is not None:
+        raise click.UsageError("--watch shows one canvas, and --infill may try several: leave one of them out")
+    cancel = threading.Event()
+    request: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "preset": preset,
+        "steps": steps,
+        "max_steps": max_steps,
+        "deadline_ms": deadline_ms,
+        "stop_strings": stop_strings,
+        "cancel": cancel,
+    }
     how = opening(fields)
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes)
@@ -75,20 +105,33 @@ def run(
         request["prompt"] = sys.stdin.read() if prompt == "-" else prompt
     elif chat is not None:
         request["chat"] = [{"role": "user", "content": chat}]
+    elif infill is not None:
+        del request["max_new_tokens"]
     else:
-        request["tokens"] = _token_list(tokens or "")
-    with how.open(bundle) as opened:
+        request["tokens"] = _integers("--tokens", tokens or "")
+    with how.open(bundle) as opened, cancelling(cancel):
         if watch:
             from dlm_export.cli.watch import watch as show
 
             result = show(opened, request, delay)
+        elif infill is not None:
+            lengths = [_integers("--hole-tokens", hole_tokens or "16")]
+            result = opened.infill(infill, lengths=lengths, **request).generation
         else:
             result = opened.generate(**request)
+        _print_result(result, opened.engine, as_json)
+
+
+def _print_result(result: Generation, engine: str, as_json: bool) -> None:
     if as_json:
         print_json(
             {
                 "text": result.text,
                 "tokens": result.tokens,
+                "finish": result.finish,
+                "prompt_tokens": result.prompt_tokens,
+                "completion_tokens": result.completion_tokens,
+                "log_probs": result.log_probs,
                 "nfe": result.nfe,
                 "timings_s": result.timings,
                 "cache_bytes": result.cache_bytes,
@@ -97,7 +140,9 @@ def run(
         return
     click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
     passes = f"{result.nfe} pass{'es' if result.nfe != 1 else ''}"
-    click.echo(f"[{passes}, {result.timings['total'] * 1e3:.1f} ms, {opened.engine}]", err=True)
+    left = sum(result.undecided)
+    ended = f", ended by {result.finish}, {left} tokens undecided" if left else ""
+    click.echo(f"[{passes}, {result.timings['total'] * 1e3:.1f} ms, {engine}{ended}]", err=True)
 
 
 @click.command()
@@ -141,11 +186,11 @@ def _loop_of(made: Mapping[str, Any]) -> str:
     return ", ".join([f"preset {made['preset']}", *(f"{name} {value}" for name, value in made["changes"].items())])
 
 
-def _token_list(text: str) -> list[int]:
+def _integers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as err:
-        raise click.UsageError(f"--tokens: {text!r} is not a list of integers") from err
+        raise click.UsageError(f"{option}: {text!r} is not a list of integers") from err
 
 
 def print_bench(result: Mapping[str, Any]) -> None:

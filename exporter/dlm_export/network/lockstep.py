@@ -64,6 +64,7 @@ def courses(
     As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in half of ``memory_bytes``
     (None: any); one at least. Raises MemoryLimitError if the longest has none in all of it.
     """
+    assert not policy.cfg_scale, "guidance takes two canvases a pass"
     held = None
     if layered.network.parameter_count() <= min(HELD, math.inf if memory_bytes is None else memory_bytes // 8):
         held = [layered.block(i) for i in range(len(layered.network.layers))]

@@ -132,17 +132,36 @@ def fill(
     cache_dtype: str = "float32",
 ) -> Reference:
     """Fill the undecided positions of a canvas; see ``generate``."""
-    run, device = Run(denoiser.network, canvas, policy, steps), denoiser.embed.weight.device
-    cache: list[Past | None] = [None] * len(denoiser.network.layers)
+    run = Run(denoiser.network, canvas, policy, steps)
+    given = torch.from_numpy(~canvas.undecided)
+    conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
     while (span := run.advance()) is not None:
-        past = [read for kept in cache if (read := outside(kept, span)) is not None] or None
-        ids = torch.from_numpy(run.tokens[span.first : span.last]).to(device)
-        positions = torch.arange(span.first, span.last, device=device)
-        hidden, presents = denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
-        if span.is_stored:
-            rounded = ((read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in presents)
-            cache = [store(kept, new, span) for kept, new in zip(cache, rounded, strict=True)]
-        run.commit(denoiser.project(hidden[0, run.rows.to(device)]).float())
+        tokens = torch.from_numpy(run.tokens)
+        logits = conditional.logits(tokens, span, run.rows)
+        if policy.cfg_scale:
+            without = unconditional.logits(tokens.masked_fill(given, denoiser.network.mask_token_id), span, run.rows)
+            logits = (without.double() + (policy.cfg_scale + 1) * (logits.double() - without.double())).float()
+        run.commit(logits)
         if on_step is not None:
             on_step(run.canvas)
     return Reference(run.tokens.tolist(), run.nfe)
+
+
+class _Passes:
+    """The passes of one canvas, and its cache."""
+
+    def __init__(self, denoiser: Denoiser, cache_dtype: str) -> None:
+        self.denoiser, self.cache_dtype = denoiser, cache_dtype
+        self.cache: list[Past | None] = [None] * len(denoiser.network.layers)
+
+    def logits(self, tokens: Tensor, span: Span, rows: Tensor) -> Tensor:
+        """Raw logits fp32 ``[M, V]`` of a pass over a span of a canvas ``[L]``."""
+        device = self.denoiser.embed.weight.device
+        past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
+        ids = tokens[span.first : span.last].to(device)
+        positions = torch.arange(span.first, span.last, device=device)
+        hidden, presents = self.denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
+        if span.is_stored:
+            rounded = ((read_back(keys, self.cache_dtype), read_back(values, self.cache_dtype)) for keys, values in presents)
+            self.cache = [store(kept, new, span) for kept, new in zip(self.cache, rounded, strict=True)]
+        return self.denoiser.project(hidden[0, rows.to(device)]).float()

@@ -12,8 +12,8 @@
  * - A function that fills such a struct before its struct_size is known is a macro over one that is told the size, name_sized,
  *   which bindings in other languages call. The function behind the macro's name fills the struct of the first header of
  *   DLM_ABI_VERSION 3, for programs that were compiled with that.
- * - Threads: a bundle may be shared by any number of threads; a session belongs to one thread at a time. A bundle must
- *   outlive its sessions.
+ * - Threads: a bundle may be shared by any number of threads; a session belongs to one thread at a time, but for
+ *   dlm_session_cancel. A bundle must outlive its sessions.
  * - Nothing is printed, no global is kept, no exception and no exit leaves the library.
  * - Text is UTF-8 and NUL-terminated; token ids are int32; a canvas is a row of token ids.
  */
@@ -44,7 +44,7 @@ enum {
   DLM_UNSUPPORTED = 4,      /* well-formed, but not something that this library or denoiser can do */
   DLM_ENGINE_FAILED = 5,    /* the inference engine reported an error, or its results are not finite */
   DLM_OUT_OF_MEMORY = 6,
-  DLM_CANCELLED = 7,     /* a callback of the caller's asked to stop */
+  DLM_CANCELLED = 7,     /* a callback of the caller's asked to stop, and the request was dropped */
   DLM_INTERNAL = 8,      /* a defect of ours; please report it with the message */
   DLM_ENGINE_MISSING = 9 /* the engine's library is not there, too old, or cannot be loaded */
 };
@@ -138,6 +138,8 @@ typedef struct dlm_policy {
   int32_t top_k;           /* of "sample": from this many of the best tokens; 0: all */
   const char *score_of;    /* of "sample", what scores are of. "prediction": the denoiser's softmax | "draw": the distribution that
                               is drawn from, by temperature, top_p and top_k */
+  double cfg_scale;        /* w of classifier-free guidance: each pass also runs the canvas with all that is given masked, and logits
+                              are without + (w + 1)(with - without); 0: none. UNSUPPORTED where the engine takes one request a pass */
 } dlm_policy;
 /* LLaDA's: static, confidence, blocks of 32, no cache. */
 DLM_API void dlm_policy_init(dlm_policy *policy);
@@ -257,7 +259,7 @@ typedef struct dlm_step {
   int32_t block_start, block_end; /* the block being filled, [start, end) */
   int32_t nfe;                    /* passes so far */
   int32_t committed;              /* positions committed by this step */
-  int32_t done;                   /* 1: every position is decided */
+  int32_t done;                   /* 1: every position is decided, or the request was ended: dlm_result */
 } dlm_step;
 
 /* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call
@@ -272,6 +274,10 @@ typedef struct dlm_generate_options {
   int32_t steps;            /* passes planned for the whole generation, split evenly over the blocks; 0: the policy's */
   dlm_step_fn on_step;      /* may be NULL */
   void *user;
+  const dlm_policy *const *policies; /* of dlm_session_generate_batch: [request_count], a policy for each; NULL: `policy` for all */
+  double deadline_ms;       /* no pass starts later than this many milliseconds after the call (dlm_session_start): the request ends
+                               with what it has, DLM_FINISH_DEADLINE. 0: no deadline */
+  int32_t max_steps;        /* a request ends after this many passes with what it has, DLM_FINISH_STEPS; 0: any number */
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
 DLM_API void dlm_generate_options_init_sized(dlm_generate_options *options, size_t struct_size);
@@ -315,6 +321,42 @@ typedef struct dlm_request {
 DLM_API dlm_status dlm_session_generate_batch(dlm_session *session, const dlm_generate_options *options,
                                               dlm_request *requests, size_t request_count, int32_t max_batch,
                                               dlm_stats *stats);
+
+/* Why a request ended. */
+enum {
+  DLM_FINISH_NONE = 0,     /* it runs */
+  DLM_FINISH_STOP = 1,     /* all is decided, by an end token */
+  DLM_FINISH_LENGTH = 2,   /* all is decided, without one */
+  DLM_FINISH_STEPS = 3,    /* max_steps passes were made */
+  DLM_FINISH_DEADLINE = 4, /* deadline_ms went by */
+  DLM_FINISH_CANCELLED = 5 /* dlm_session_cancel */
+};
+
+/* What a request came to, beside its canvas. One that ended before all was decided has a whole canvas too: what was undecided in
+ * the block under way holds what its last pass proposed, and the rest the first end token, or the mask token where the denoiser has
+ * none. `undecided` tells it from what was committed. */
+typedef struct dlm_result {
+  size_t struct_size;
+  int32_t finish;            /* DLM_FINISH_... */
+  int32_t nfe;               /* passes that the request took part in */
+  int32_t prompt_tokens;     /* given ones */
+  int32_t completion_tokens; /* the others, up to their first end token, which is none */
+  const float *log_probs;    /* [length], ln p of a committed token, by the softmax of the pass that committed it, the mask token
+                                excluded; NaN at all other positions */
+  const uint8_t *undecided;  /* [length], 1: the request ended before a token was decided there */
+  size_t length;             /* of the canvas */
+} dlm_result;
+
+/* Of the requests that ended last, by number: 0, but for dlm_session_generate_batch. Pointers are valid until the next call that
+ * starts one. struct_size need not be set. INVALID_ARGUMENT where no such request has ended. */
+DLM_API dlm_status dlm_session_result_sized(dlm_session *session, size_t request, dlm_result *result, size_t struct_size);
+#define dlm_session_result(session, request, result) dlm_session_result_sized(session, request, result, sizeof(dlm_result))
+
+/* Ends a request of the call that runs, or that was started, within one pass, with what it has: the call returns DLM_OK, and
+ * dlm_result says DLM_FINISH_CANCELLED. request: its number, or DLM_ALL_REQUESTS. From any thread, also from callbacks; nothing where
+ * no such request runs. The session must not be destroyed meanwhile. */
+#define DLM_ALL_REQUESTS SIZE_MAX
+DLM_API void dlm_session_cancel(dlm_session *session, size_t request);
 
 /* dlm_session_generate a step at a time: start once, then step until step->done. Starting again drops the running request. */
 DLM_API dlm_status dlm_session_start(dlm_session *session, const dlm_generate_options *options, const int32_t *tokens,

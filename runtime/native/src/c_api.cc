@@ -1,10 +1,13 @@
 // The C ABI over the core: argument checks, handles, and the wall that no exception crosses.
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <future>
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <string>
@@ -24,6 +27,35 @@ struct dlm_bundle {
   std::string engine_description;
 };
 
+namespace {
+
+// Which requests of a session's call are to end; told by any thread.
+class Cancels {
+ public:
+  void start(size_t requests) {
+    std::vector<uint8_t> none(requests, 0);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_cancelled_.swap(none);
+  }
+  void cancel(size_t request) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (request == DLM_ALL_REQUESTS) std::fill(is_cancelled_.begin(), is_cancelled_.end(), uint8_t{1});
+    else if (request < is_cancelled_.size()) is_cancelled_[request] = 1;
+  }
+  bool holds(size_t request) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return is_cancelled_[request] != 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<uint8_t> is_cancelled_;  // by request; of no length where none runs
+};
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
 struct dlm_session {
   explicit dlm_session(dlm_bundle& opened) : bundle(opened), context(opened.engine->open_context(opened.manifest.denoiser.max_canvas_length)) {}
 
@@ -31,6 +63,11 @@ struct dlm_session {
   std::unique_ptr<dlm::Context> context;
   dlm::Buffers buffers;
   std::optional<dlm::Batch> batch;  // what runs: one request, or several together
+  std::vector<size_t> numbers;      // of its requests
+  Cancels cancels;
+  std::optional<Clock::time_point> deadline;
+  int32_t max_steps = 0;
+  std::vector<dlm::Outcome> outcomes;  // of the requests that ended last
   dlm_pass_counts counts{};         // of the last passes
   dlm_before_pass_fn before_pass = nullptr;
   void* before_pass_user = nullptr;
@@ -179,10 +216,15 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const En
   return dlm::open_onnxruntime(manifest.graph, library, threads, choice.provider);
 }
 
+constexpr double kLongest = 1e12;  // milliseconds: 31 years, which clocks hold
+
 dlm_generate_options take_options(const dlm_generate_options* options) {
   require(options, "options");
   const dlm_generate_options taken = dlm::take(*options, default_generate_options());
   if (taken.steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", taken.steps);
+  if (taken.max_steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_steps = %d is negative", taken.max_steps);
+  if (!(taken.deadline_ms >= 0 && taken.deadline_ms <= kLongest))
+    dlm::fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", taken.deadline_ms, kLongest);
   return taken;
 }
 
@@ -219,12 +261,24 @@ void check_capacity(size_t capacity, size_t needed) {
   dlm::fail(DLM_INVALID_ARGUMENT, "capacity = %zu holds fewer tokens than the canvas of %zu", capacity, needed);
 }
 
+// Forgets what ran before; the limits of what runs now count from here.
+void begin(dlm_session& session, const dlm_generate_options& options, size_t requests) {
+  session.outcomes.clear();
+  session.cancels.start(requests);
+  session.max_steps = options.max_steps;
+  session.deadline.reset();
+  const std::chrono::duration<double, std::milli> time(options.deadline_ms);
+  if (options.deadline_ms > 0) session.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(time);
+}
+
 void start(dlm_session& session, const dlm_generate_options& options, const int32_t* tokens, size_t count,
            size_t capacity = SIZE_MAX) {
   const dlm::Policy policy = choose_policy(session, options.policy);
   std::vector<dlm::Request> one;
   one.push_back(make_request(session, policy, options, tokens, count, ""));
   check_capacity(capacity, one[0].canvas().size());
+  begin(session, options, 1);
+  session.numbers = {0};
   session.batch.emplace(session.bundle.manifest.denoiser, std::move(one));
   session.counts = {};
 }
@@ -253,17 +307,31 @@ void ask_before_pass(const dlm_session& session) {
     dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
+// Ends the requests of the batch that may take no more passes.
+void end_requests(dlm_session& session) {
+  const bool is_late = session.deadline && Clock::now() >= *session.deadline;
+  for (size_t i = 0; i < session.numbers.size(); ++i) {
+    const bool is_spent = session.max_steps > 0 && session.batch->requests()[i].nfe() >= session.max_steps;
+    if (session.cancels.holds(session.numbers[i])) session.batch->end(i, dlm::Finish::cancelled);
+    else if (is_spent) session.batch->end(i, dlm::Finish::steps);
+    else if (is_late) session.batch->end(i, dlm::Finish::deadline);
+  }
+}
+
 void step(dlm_session& session) {
   if (!session.batch) dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
   try {
     if (!session.batch->done()) ask_before_pass(session);
+    end_requests(session);
     session.batch->step(*session.context, session.buffers);
+    end_requests(session);
     session.counts = session.batch->counts();
   } catch (...) {
     session.batch.reset();
     throw;
   }
 }
+
 
 }  // namespace
 
@@ -453,6 +521,7 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options
         dlm::fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
       }
     }
+    session->outcomes = {running(*session).outcome()};
     const auto& canvas = running(*session).canvas();
     std::memcpy(tokens, canvas.data(), canvas.size() * sizeof(int32_t));
     if (stats != nullptr) *stats = session->batch->stats();
@@ -467,7 +536,6 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
   return guarded(session, [&] {
     session->batch.reset();
     const dlm_generate_options chosen = take_options(options);
-    const dlm::Policy policy = choose_policy(*session, chosen.policy);
     if (chosen.on_step != nullptr)
       dlm::fail(DLM_INVALID_ARGUMENT, "on_step must be NULL: requests that run together have no step of their own");
     if (max_batch < 1 || max_batch > dlm::kMostRequests)
@@ -478,25 +546,29 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
       const std::string name = "request " + std::to_string(i) + ": ";
       dlm::with_name(name, [&] {
         require(requests[i].tokens, "tokens");
-        made.push_back(make_request(*session, policy, chosen, requests[i].tokens, requests[i].count, name));
+        const dlm_policy* given = chosen.policy;
+        if (chosen.policies != nullptr) require(given = chosen.policies[i], "policy");
+        made.push_back(make_request(*session, choose_policy(*session, given), chosen, requests[i].tokens, requests[i].count, name));
         check_capacity(requests[i].capacity, made.back().canvas().size());
       });
     }
     const auto batches = group(made, static_cast<size_t>(max_batch));
     for (const auto& batch : batches) dlm::check_batch(*session->bundle.engine, static_cast<int32_t>(batch.size()));
+    begin(*session, chosen, request_count);
     std::vector<std::vector<int32_t>> canvases(request_count);
-    std::vector<int32_t> nfe(request_count);
+    std::vector<dlm::Outcome> outcomes(request_count);
     dlm_stats sum{};
     dlm_pass_counts counts{};
     for (const auto& batch : batches) {
       std::vector<dlm::Request> together;
       for (const size_t number : batch) together.push_back(std::move(made[number]));
+      session->numbers = batch;
       session->batch.emplace(session->bundle.manifest.denoiser, std::move(together));
       while (!session->batch->done()) step(*session);
       for (size_t i = 0; i < batch.size(); ++i) {
         const dlm::Request& done = session->batch->requests()[i];
         canvases[batch[i]] = done.canvas();
-        nfe[batch[i]] = done.nfe();
+        outcomes[batch[i]] = done.outcome();
       }
       add(sum, session->batch->stats());
       add(counts, session->batch->counts());
@@ -506,8 +578,9 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
     for (size_t i = 0; i < request_count; ++i) {
       std::memcpy(requests[i].tokens, canvases[i].data(), canvases[i].size() * sizeof(int32_t));
       requests[i].length = canvases[i].size();
-      requests[i].nfe = nfe[i];
+      requests[i].nfe = outcomes[i].nfe;
     }
+    session->outcomes = std::move(outcomes);
     if (stats != nullptr) *stats = sum;
   });
 }
@@ -526,7 +599,32 @@ dlm_status dlm_session_step(dlm_session* session, dlm_step* view) {
     require(view, "step");
     step(*session);
     *view = running(*session).view();
+    if (view->done != 0) session->outcomes = {running(*session).outcome()};
   });
+}
+
+dlm_status dlm_session_result_sized(dlm_session* session, size_t request, dlm_result* result, size_t struct_size) {
+  dlm::give(dlm_result{}, struct_size, result);
+  return guarded(session, [&] {
+    require(result, "result");
+    if (request >= session->outcomes.size())
+      dlm::fail(DLM_INVALID_ARGUMENT, "request %zu has no result: %zu requests of this session have ended since one was started",
+                request, session->outcomes.size());
+    const dlm::Outcome& outcome = session->outcomes[request];
+    dlm_result found{};
+    found.finish = static_cast<int32_t>(outcome.finish);
+    found.nfe = outcome.nfe;
+    found.prompt_tokens = outcome.prompt_tokens;
+    found.completion_tokens = outcome.completion_tokens;
+    found.log_probs = outcome.log_probs.data();
+    found.undecided = outcome.undecided.data();
+    found.length = outcome.undecided.size();
+    dlm::give(found, struct_size, result);
+  });
+}
+
+void dlm_session_cancel(dlm_session* session, size_t request) {
+  if (session != nullptr) session->cancels.cancel(request);
 }
 
 void dlm_session_stats(const dlm_session* session, dlm_stats* stats) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <numeric>
+#include <limits>
 
 #include "error.h"
 
@@ -118,10 +118,21 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
+  if (guidance() > 0) {
+    if (engine.max_batch() < 2)
+      fail(DLM_UNSUPPORTED,
+           "policy: cfg_scale = %.10g takes two canvases a pass, one without the prompt, and the engine takes one: use cfg_scale = 0, "
+           "or open the bundle with engine \"onnxruntime\"",
+           guidance());
+    unconditional_ = canvas_;
+    for (size_t at = 0; at < canvas_.size(); ++at)
+      if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
+  }
   plan_ = plan_passes(undecided_, policy_, denoiser_.visible_block, denoiser_.shift, steps, engine);
   check_limits(engine);
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
+  log_probs_.assign(canvas_.size(), std::numeric_limits<float>::quiet_NaN());
   if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
   settle();
 }
@@ -174,7 +185,10 @@ size_t Request::find_positions() {
   return positions_.size();
 }
 
-Needs Request::needs() const { return positions_.empty() ? Needs{} : proposer_->needs(turn()); }
+Needs Request::needs() const {
+  if (positions_.empty()) return {};
+  return guidance() > 0 ? Needs{false, true} : proposer_->needs(turn());
+}
 
 void Request::step(const Predictions& predictions, Buffers& buffers) {
   committed_ = 0;
@@ -231,13 +245,7 @@ void Request::commit(const Proposals& proposals) {
     guess_[static_cast<size_t>(positions_[row])] = proposals.tokens[row];
     score_[static_cast<size_t>(positions_[row])] = static_cast<float>(proposals.scores[row]);
   }
-  for (const int32_t row : order_) {
-    const auto position = static_cast<size_t>(positions_[static_cast<size_t>(row)]);
-    take(positions_[static_cast<size_t>(row)], proposals.tokens[static_cast<size_t>(row)]);
-    guess_[position] = -1;
-    score_[position] = 0;
-  }
-  committed_ = static_cast<int32_t>(order_.size());
+  take(proposals, order_);
 }
 
 // LLaDA2.1: what is decided changes where another token is surely better.
@@ -250,9 +258,7 @@ void Request::edit(const Proposals& proposals) {
     return proposals.scores[static_cast<size_t>(a)] > proposals.scores[static_cast<size_t>(b)];
   });
   limit(proposals, order_);
-  for (const int32_t row : order_)
-    take(positions_[static_cast<size_t>(row)], proposals.tokens[static_cast<size_t>(row)]);
-  committed_ = static_cast<int32_t>(order_.size());
+  take(proposals, order_);
 }
 
 void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) const {
@@ -262,10 +268,51 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
     fail(DLM_INTERNAL, "a proposer left %zu of %zu positions to commit", chosen.size(), before);
 }
 
-void Request::take(int32_t position, int32_t token) {
-  canvas_[static_cast<size_t>(position)] = token;
-  undecided_[static_cast<size_t>(position)] = 0;
+void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
+  for (const int32_t number : chosen) {
+    const auto row = static_cast<size_t>(number);
+    take(positions_[row], proposals.tokens[row], std::log(proposals.probs[row]));
+  }
+  committed_ = static_cast<int32_t>(chosen.size());
+}
+
+void Request::take(int32_t position, int32_t token, double log_prob) {
+  const auto at = static_cast<size_t>(position);
+  canvas_[at] = token;
+  if (guidance() > 0) unconditional_[at] = token;
+  undecided_[at] = 0;
+  log_probs_[at] = static_cast<float>(log_prob);
+  guess_[at] = -1;
+  score_[at] = 0;
   proposer_->note(position, token);
+}
+
+void Request::end(Finish why) {
+  if (done()) return;
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    if (undecided_[at] == 0) continue;
+    if (guess_[at] >= 0) canvas_[at] = guess_[at];
+    else if (!denoiser_.eos_token_ids.empty()) canvas_[at] = denoiser_.eos_token_ids.front();
+  }
+  finish_ = why;
+  stage_ = plan_.size();
+}
+
+Outcome Request::outcome() const {
+  Outcome found{finish_, nfe_, 0, 0, log_probs_, undecided_};
+  bool is_ended = false;
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    is_ended = is_ended || (!is_given_[at] && is_end(canvas_[at]));
+    found.prompt_tokens += is_given_[at];
+    found.completion_tokens += !is_given_[at] && !is_ended;
+  }
+  if (done() && finish_ == Finish::none) found.finish = is_ended ? Finish::stop : Finish::length;
+  return found;
+}
+
+bool Request::is_end(int32_t token) const {
+  const auto& eos = denoiser_.eos_token_ids;
+  return std::find(eos.begin(), eos.end(), token) != eos.end();
 }
 
 // Goes on to the stage that has a pass to make.
@@ -290,13 +337,13 @@ void Request::settle() {
 
 // Whether the block ended the request, as it holds an end token.
 bool Request::end_early(Range block) {
-  const auto& eos = denoiser_.eos_token_ids;
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {
     const auto at = static_cast<size_t>(i);
-    if (is_given_[at] || std::find(eos.begin(), eos.end(), canvas_[at]) == eos.end()) continue;
+    if (is_given_[at] || !is_end(canvas_[at])) continue;
     for (size_t later = 0; later < canvas_.size(); ++later)
-      if (undecided_[later] != 0) take(static_cast<int32_t>(later), eos.front());
+      if (undecided_[later] != 0)
+        take(static_cast<int32_t>(later), denoiser_.eos_token_ids.front(), std::numeric_limits<double>::quiet_NaN());
     stage_ = plan_.size();
     return true;
   }
@@ -327,13 +374,19 @@ void Batch::step(Context& context, Buffers& buffers) {
   const std::vector<Part> parts = find_parts();
   const dlm_pass pass = run_pass(parts, context, buffers);
   const Stopwatch timer(stats_.selection_s);
-  for (const Part& part : parts) {
-    const size_t first = part.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
-    const Predictions predictions{pass.top_tokens + candidate, pass.top_probs + candidate,
-                                  pass.entropy == nullptr ? nullptr : pass.entropy + first,
-                                  pass.logits == nullptr ? nullptr : pass.logits + first * static_cast<size_t>(denoiser_.vocab_size)};
-    with_name(part.request->name(), [&] { part.request->step(predictions, buffers); });
-  }
+  for (const Part& part : parts)
+    with_name(part.request->name(), [&] { part.request->step(predictions(part, pass, buffers), buffers); });
+}
+
+// What the pass says to a part.
+Predictions Batch::predictions(const Part& part, const dlm_pass& pass, Buffers& buffers) const {
+  const size_t first = part.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
+  const auto width = static_cast<size_t>(denoiser_.vocab_size);
+  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate, pass.entropy == nullptr ? nullptr : pass.entropy + first,
+                          pass.logits == nullptr ? nullptr : pass.logits + first * width};
+  if (part.request->guidance() == 0 || part.request->positions().empty()) return found;
+  const float* const unconditional = found.logits + static_cast<size_t>(pass.rows) * width;
+  return buffers.guided.guide(denoiser_, part.request->guidance(), found, unconditional, part.request->positions().size());
 }
 
 // Who takes part in the next pass, all of them over the same range.
@@ -344,13 +397,16 @@ std::vector<Batch::Part> Batch::find_parts() {
   // Those that wait keep their rows in the cache until a pass needs none of it.
   if (rows_.empty() || slowest->stage().cached == 0) {
     rows_.clear();
-    for (size_t i = 0; i < requests_.size(); ++i)
-      if (!requests_[i].done()) rows_.push_back(i);
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      if (requests_[i].done()) continue;
+      rows_.push_back({i, false});
+      if (requests_[i].guidance() > 0) rows_.push_back({i, true});
+    }
   }
   std::vector<Part> parts;
   for (size_t row = 0; row < rows_.size(); ++row) {
-    Request& request = requests_[rows_[row]];
-    if (request.done() || (request.has_cache() && request.stage_number() != slowest->stage_number())) continue;
+    Request& request = requests_[rows_[row].request];
+    if (rows_[row].is_unconditional || request.done() || (request.has_cache() && request.stage_number() != slowest->stage_number())) continue;
     parts.push_back({&request, row});
   }
   return parts;
@@ -360,7 +416,8 @@ dlm_pass Batch::run_pass(const std::vector<Part>& parts, Context& context, Buffe
   const Stage stage = parts.front().request->stage();
   const Range rows = stage.rows;
   std::vector<const std::vector<int32_t>*> canvases;
-  for (const size_t number : rows_) canvases.push_back(&requests_[number].canvas());
+  for (const Row& row : rows_)
+    canvases.push_back(row.is_unconditional ? &requests_[row.request].unconditional() : &requests_[row.request].canvas());
   dlm_pass pass = prepare_pass(canvases, rows.first, rows.last, buffers);
   pass.cached = stage.cached;
   size_t most = 1;  // a pass scores a row at least, whoever looks at it
@@ -373,8 +430,10 @@ dlm_pass Batch::run_pass(const std::vector<Part>& parts, Context& context, Buffe
   }
   buffers.score_rows.assign(rows_.size() * most, 0);  // a place that exists, where a request has fewer
   for (const Part& part : parts) {
-    int64_t* row = buffers.score_rows.data() + part.row * most;
+    int64_t* const own = buffers.score_rows.data() + part.row * most;
+    int64_t* row = own;
     for (const int32_t position : part.request->positions()) *row++ = std::max(position - denoiser_.shift, 0) - rows.first;
+    if (part.request->guidance() > 0) std::copy(own, row, own + most);
   }
   prepare_scores(denoiser_, pass, buffers);
   const size_t scored = buffers.score_rows.size();

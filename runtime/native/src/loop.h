@@ -9,6 +9,7 @@
 
 #include "engine.h"
 #include "error.h"
+#include "guidance.h"
 #include "plan.h"
 #include "policy.h"
 #include "proposer.h"
@@ -30,10 +31,29 @@ struct Buffers {
   std::vector<int32_t> top_tokens;
   std::vector<float> top_probs, entropy, logits;
   Proposals proposals;
+  Guided guided;
 };
 
 // The most requests that a pass takes: sizes of its arrays stay far from overflow.
 constexpr int32_t kMostRequests = 4096;
+
+// Why a request ended, as dlm_result has it.
+enum class Finish : int32_t {
+  none = DLM_FINISH_NONE,
+  stop = DLM_FINISH_STOP,
+  length = DLM_FINISH_LENGTH,
+  steps = DLM_FINISH_STEPS,
+  deadline = DLM_FINISH_DEADLINE,
+  cancelled = DLM_FINISH_CANCELLED
+};
+
+// What a request came to, beside its canvas.
+struct Outcome {
+  Finish finish;
+  int32_t nfe, prompt_tokens, completion_tokens;
+  std::vector<float> log_probs;    // by position; NaN where no token was committed
+  std::vector<uint8_t> undecided;  // by position, 1 or 0
+};
 
 // A request's canvas: which of its positions passes score, and what commits of what its proposer makes of them. It makes no passes
 // itself.
@@ -49,12 +69,14 @@ class Request {
   // Whether both can be in one batch: over a cache, their passes run over the same rows.
   bool fits(const Request& other) const;
   bool has_cache() const { return policy_.cache != Cache::none; }
+  double guidance() const { return policy_.cfg_scale; }  // 0: none
 
   bool done() const { return stage_ == plan_.size(); }
   size_t stage_number() const { return stage_; }
   const Stage& stage() const { return plan_[stage_]; }
   const std::string& name() const { return name_; }
   const std::vector<int32_t>& canvas() const { return canvas_; }
+  const std::vector<int32_t>& unconditional() const { return unconditional_; }  // the canvas without what is given, for guidance
   const std::vector<uint8_t>& undecided() const { return undecided_; }  // by position, 1 or 0
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
@@ -67,6 +89,11 @@ class Request {
   // Commits after a pass that scored what find_positions found. Throws Error(DLM_ENGINE_FAILED) for impossible predictions.
   void step(const Predictions& predictions, Buffers& buffers);
 
+  // Ends a request before all is decided; nothing once it is done. What is undecided takes what the last pass proposed there, and
+  // an end token where that scored nothing; it stays undecided.
+  void end(Finish why);
+  Outcome outcome() const;
+
  private:
   Turn turn() const { return {canvas_, undecided_, positions_, stage().block, nfe_, is_editing_}; }
   int32_t count_undecided(Range range) const;
@@ -75,14 +102,16 @@ class Request {
   void commit(const Proposals& proposals);
   void edit(const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
-  void take(int32_t position, int32_t token);
+  void take(const Proposals& proposals, const std::vector<int32_t>& chosen);
+  void take(int32_t position, int32_t token, double log_prob);
+  bool is_end(int32_t token) const;
   void settle();
   bool end_early(Range block);
 
   const Denoiser& denoiser_;
   Policy policy_;
   std::string name_;
-  std::vector<int32_t> canvas_;
+  std::vector<int32_t> canvas_, unconditional_;
   std::vector<uint8_t> undecided_;
   std::vector<bool> is_given_;
   std::vector<Stage> plan_;
@@ -94,7 +123,8 @@ class Request {
   std::vector<int32_t> positions_;  // what find_positions found
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
-  std::vector<float> score_;
+  std::vector<float> score_, log_probs_;
+  Finish finish_ = Finish::none;  // of a request that was ended
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
 };
 
@@ -112,12 +142,19 @@ class Batch {
   void step(Context& context, Buffers& buffers);
 
   bool done() const;
+  void end(size_t number, Finish why) { requests_[number].end(why); }  // see Request::end
   const std::vector<Request>& requests() const { return requests_; }
   const dlm_stats& stats() const { return stats_; }
   const dlm_pass_counts& counts() const { return counts_; }
 
  private:
-  // A request that takes part in a pass, and which of the batch's rows is its.
+  // A row of the passes: whose canvas it is, and which of the two where the request is guided.
+  struct Row {
+    size_t request;
+    bool is_unconditional;
+  };
+
+  // A request that takes part in a pass, and which of the batch's rows is its; the next one is too if it is guided.
   struct Part {
     Request* request;
     size_t row;
@@ -125,10 +162,11 @@ class Batch {
 
   std::vector<Part> find_parts();
   dlm_pass run_pass(const std::vector<Part>& parts, Context& context, Buffers& buffers);
+  Predictions predictions(const Part& part, const dlm_pass& pass, Buffers& buffers) const;
 
   const Denoiser& denoiser_;
   std::vector<Request> requests_;
-  std::vector<size_t> rows_;  // by row of the passes: whose it is
+  std::vector<Row> rows_;
   Range kept_{0, 0};          // outside of which the cache's rows were kept, and nothing was stored since; or of no tokens
   dlm_stats stats_{};
   dlm_pass_counts counts_{};

@@ -113,7 +113,8 @@ struct Choices<ScoreOf> {
   NUMBER(edit_threshold, double, 0.9, 0, 1)          \
   NUMBER(top_p, double, 1, 0, 1)                     \
   NUMBER(top_k, int32_t, 0, 0, 1 << 24)              \
-  CHOICE(score_of, ScoreOf)
+  CHOICE(score_of, ScoreOf)                          \
+  NUMBER(cfg_scale, double, 0, 0, 1000)
 
 // A policy whose values and combinations were checked; dlm_runtime.h says what they mean.
 struct Policy {

@@ -41,7 +41,8 @@ struct Sized<dlm_open_options> {
 template <>
 struct Sized<dlm_generate_options> {
   static constexpr char name[] = "dlm_generate_options";
-  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_generate_options, user)};
+  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_generate_options, user),
+                                       DLM_SIZE_UP_TO(dlm_generate_options, max_steps)};
 };
 
 // Throws Error(DLM_INVALID_ARGUMENT) for a size that no header gave.

@@ -558,6 +558,23 @@ void test_proposers_side_by_side(Tally& tally) {
   CHECK(seen.passes == 4 && seen.with_logits == 4 && seen.with_entropy == 0);
 }
 
+// An engine of one request a pass cannot run two canvases.
+void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
+  class One final : public dlm::HostEngine {
+   public:
+    using HostEngine::HostEngine;
+    void run(const dlm_pass&) override {}
+    std::string description() const override { return "one"; }
+    int32_t max_batch() const override { return 1; }
+  };
+  const dlm::Denoiser denoiser{30, 9, 64, 2, 0, false, {{1, 2, 4}}, {}};
+  const One engine(denoiser.cache);
+  dlm_policy policy = dlm::default_policy();
+  policy.cfg_scale = 1.5;
+  CHECK_ERROR(dlm::Request(denoiser, engine, dlm::check_policy(policy), {1, 9}, {0, 1}, 0), DLM_UNSUPPORTED,
+              "...cfg_scale = 1.5 takes two canvases a pass");
+}
+
 void test_undecided_is_not_the_mask_token(Tally& tally) {
   dlm_policy policy = dlm::default_policy();
   policy.block_length = 2;
@@ -629,6 +646,7 @@ int main() {
   test_rows_through_whole_requests(tally);
   test_rows_that_are_appended(tally);
   test_proposers_side_by_side(tally);
+  test_guidance_is_refused_where_passes_take_one_request(tally);
   test_undecided_is_not_the_mask_token(tally);
   test_tensorrt_plans(tally);
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);

@@ -1,0 +1,110 @@
+"""Text with holes: what is given around them stays, and what fills them is read out of the canvas.
+
+A hole is mask tokens. How many it needs is not known beforehand. Either it has room to spare, and the denoiser pads it with end
+tokens; or several lengths are tried, and the one is taken whose tokens the denoiser was surest of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from dlm_runtime.errors import RequestError
+from dlm_runtime.results import Generation
+
+if TYPE_CHECKING:
+    from dlm_runtime.bundle import Bundle
+
+HOLE = "<mask>"
+"""How a hole is written."""
+MOST_TRIED = 64
+"""Requests that lengths may make."""
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A text whose holes were filled. ``text`` is all of it, ``holes`` the text of each, up to its first end token.
+
+    ``lengths`` are the tokens of each hole in the canvas. ``log_prob`` is the mean ln p of the holes' tokens when they were
+    committed, by which one length is taken rather than another; None where none was. ``generation`` is the canvas's.
+    """
+
+    text: str
+    holes: list[str]
+    lengths: tuple[int, ...]
+    log_prob: float | None
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Given token ids by part, with a hole of some length behind each but the last."""
+
+    parts: Sequence[Sequence[int]]
+    lengths: tuple[int, ...]
+
+    def tokens(self, mask_token_id: int) -> list[int]:
+        found = list(self.parts[0])
+        for length, part in zip(self.lengths, self.parts[1:], strict=True):
+            found += [*[mask_token_id] * length, *part]
+        return found
+
+    def holes(self) -> list[range]:
+        """The positions of each hole."""
+        found, at = [], len(self.parts[0])
+        for length, part in zip(self.lengths, self.parts[1:], strict=True):
+            found.append(range(at, at + length))
+            at += length + len(part)
+        return found
+
+
+def infill(bundle: Bundle, text: str, lengths: Sequence[int | Sequence[int]], **request: Any) -> Infill:
+    """See ``Bundle.infill``."""
+    if bundle.tokenizer is None:
+        raise RequestError("this bundle has no tokenizer: put mask tokens among the tokens of generate, with max_new_tokens=0")
+    if bundle.visible_block is not None:
+        raise RequestError(
+            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see what is "
+            "behind its block. Infill with a denoiser of full attention."
+        )
+    between = text.split(HOLE)
+    if len(between) < 2:
+        raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
+    parts = [bundle.tokenizer.encode(between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
+    canvases = [_Canvas(parts, each) for each in _tried(lengths, len(between) - 1)]
+    # An end token pads a hole here, and ends nothing.
+    tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
+    made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
+    found = [_read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
+    return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def _tried(lengths: Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
+    """The lengths that the holes have together in each request."""
+    choices = [[each] if isinstance(each, int) else list(each) for each in lengths]
+    if len(choices) == 1:
+        choices *= holes
+    if len(choices) != holes:
+        raise RequestError(f"infill: {len(choices)} lengths for {holes} holes: give one for all, or one for each")
+    count = 1
+    for each in choices:
+        if not each or any(not isinstance(length, int) or not 1 <= length < 1 << 24 for length in each):
+            raise RequestError(f"infill: {each!r} is no length of a hole: give tokens, 1 or more, or a list of such to try")
+        count *= len(each)
+    if count > MOST_TRIED:
+        raise RequestError(f"infill: {count} requests to try all lengths, and at most {MOST_TRIED} are made: give fewer")
+    return list(product(*choices))
+
+
+def _read(bundle: Bundle, canvas: _Canvas, between: Sequence[str], made: Generation) -> Infill:
+    assert bundle.tokenizer is not None
+    ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
+    for hole in canvas.holes():
+        end = next((at for at in hole if made.tokens[at] in bundle.eos_token_ids), hole.stop)
+        said += [log_prob for at in range(hole.start, min(end + 1, hole.stop)) if (log_prob := made.log_probs[at]) is not None]
+        holes.append(bundle.tokenizer.decode([token for token in made.tokens[hole.start : end] if token not in ends]))
+    text = between[0] + "".join(hole + part for hole, part in zip(holes, between[1:], strict=True))
+    log_prob = sum(said) / len(said) if said else None
+    return Infill(text, holes, canvas.lengths, log_prob, replace(made, text=text))

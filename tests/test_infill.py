@@ -1,0 +1,135 @@
+"""Holes in a text: what is given stays, holes end with their padding, and the surest length is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dlm_runtime
+from dlm_export.cli import main
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, RequestError
+
+EOS, MASK = 298, 299
+
+
+class Letters:
+    """A token a byte, and one in front of everything that is no continuation."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *text.encode()]
+
+    def encode_plain(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token > 1).decode()
+
+    def close(self) -> None: ...
+
+
+def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any) -> Bundle:
+    """A bundle that predicts a token and its probability from a canvas and a position."""
+
+    def run(p: CallbackPass) -> None:
+        canvas = p.input_ids.tolist()
+        for i, row in enumerate(p.score_rows):
+            token, prob = predict(canvas, int(p.position_ids[row]))
+            p.top_tokens[i], p.top_probs[i] = (token, 0), (prob, 0)
+
+    bundle = dlm_runtime.from_callback(DenoiserInfo(300, MASK, 512, eos_token_ids=(EOS,), **info), run)
+    bundle._tokenizer = Letters()  # type: ignore[assignment]
+    return bundle
+
+
+def counted(_: list[int], position: int) -> tuple[int, float]:
+    """The letter of a position, a to z."""
+    return ord("a") + position % 26, 0.5
+
+
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.text("xyzé ", max_size=5), min_size=2, max_size=4), data=st.data())
+def test_what_is_given_stays_and_every_hole_is_filled(parts: list[str], data: st.DataObject) -> None:
+    lengths = [data.draw(st.integers(1, 6)) for _ in parts[1:]]
+    with lettered(counted) as bundle:
+        done = bundle.infill("<mask>".join(parts), lengths=lengths)
+    at, wanted = len(parts[0].encode()) + 1, [parts[0]]
+    for length, part in zip(lengths, parts[1:], strict=True):
+        wanted += ["".join(chr(counted([], i)[0]) for i in range(at, at + length)), part]
+        at += length + len(part.encode())
+    assert done.text == done.generation.text == "".join(wanted)
+    assert done.holes == wanted[1::2]
+    assert done.lengths == tuple(lengths)
+    assert done.generation.prompt_tokens == 1 + sum(len(part.encode()) for part in parts)
+    assert done.log_prob == pytest.approx(-0.6931472)
+
+
+def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
+    with lettered(lambda canvas, at: (EOS if at in (5, 6) else ord("a") + at, 0.5)) as bundle:
+        done = bundle.infill("x<mask>y<mask>z", lengths=[6, 2], block_length=4)
+    assert (done.text, done.holes) == ("xcdeyjkz", ["cde", "jk"])  # the fourth and fifth token pad, what is behind them is cut
+
+
+def test_the_length_whose_tokens_are_surest_is_taken() -> None:
+    """Sure where three positions are masked at first."""
+
+    def predict(canvas: list[int], position: int) -> tuple[int, float]:
+        return ord("o"), 0.9 if len(canvas) == 1 + 2 + 3 else 0.4
+
+    with lettered(predict) as bundle:
+        done = bundle.infill("a<mask>b", lengths=[[1, 2, 3, 5]])
+        assert (done.text, done.lengths, done.log_prob) == ("aooob", (3,), pytest.approx(-0.1053605))
+        both = bundle.infill("<mask>b<mask>", lengths=[[1, 2], [2, 4]])
+    assert both.lengths == (1, 2) or sum(both.lengths) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths", "sentence"),
+    [
+        ("no hole", [4], "the text has no hole: write <mask>"),
+        ("<mask>", [0], r"\[0\] is no length of a hole"),
+        ("<mask>", [[]], r"\[\] is no length of a hole"),
+        ("<mask>", [[3, "4"]], "is no length of a hole"),
+        ("<mask> <mask> <mask>", [1, 2], "2 lengths for 3 holes"),
+        ("<mask>" * 3, [[1, 2, 3, 4, 5]], "125 requests to try all lengths, and at most 64"),
+        ("<mask>", [600], "longer than the denoiser's 512"),
+    ],
+)
+def test_wrong_holes_are_refused(text: str, lengths: list[Any], sentence: str) -> None:
+    with lettered(counted) as bundle, pytest.raises(RequestError, match=sentence):
+        bundle.infill(text, lengths=lengths)
+
+
+def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
+    with lettered(counted, visible_block=4) as bundle, pytest.raises(RequestError, match="block-causal, in blocks of 4"):
+        bundle.infill("a<mask>b")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--infill", "a <mask>"), 2, "has no tokenizer: put mask tokens among the tokens"),
+        (("--infill", "a <mask>", "--prompt", "b"), 2, "give one of"),
+        (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens is of --infill"),
+        (("--infill", "a <mask>", "--hole-tokens", "x"), 2, "--hole-tokens: 'x' is not a list of integers"),
+        (("--infill", "a <mask>", "--watch"), 2, "--watch shows one canvas"),
+    ],
+)
+def test_the_command_says_what_it_does_not_take(llada_bundle: Path, options: tuple[str, ...], code: int, says: str) -> None:
+    done = CliRunner().invoke(main, ["run", str(llada_bundle), "--threads", "1", *options])
+    assert (done.exit_code, says in done.output) == (code, True), done.output
+
+
+def test_the_command_fills_a_hole(demo_bundle: Path) -> None:
+    text = 'dim the <mask> lights{"name":"set_light"}'
+    done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", "--infill", text, "--hole-tokens", "1,2"])
+    assert done.exit_code == 0, done.output
+    before, _, behind = text.partition("<mask>")
+    assert done.stdout.startswith(before)
+    assert done.stdout.endswith(behind + "\n")
+    assert len(done.stdout.strip()) > len(before + behind)

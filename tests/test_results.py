@@ -1,0 +1,296 @@
+"""How requests end, what they say of it, and their text as it comes."""
+
+from __future__ import annotations
+
+import ctypes as C
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from denoisers import ArithmeticDenoiser
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_loop import policies, requests
+
+import dlm_runtime
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, RequestError, _native
+from dlm_runtime.text_stream import BROKEN, TextStream
+
+EOS, MASK = 5, 39
+
+
+def scripted(predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None) -> Bundle:
+    """A bundle that predicts a token and its probability by position; ``on_pass`` is told the number of each pass, from 1."""
+    passes = [0]
+
+    def run(p: CallbackPass) -> None:
+        passes[0] += 1
+        on_pass(passes[0])
+        for i, row in enumerate(p.score_rows):
+            token, prob = predict(int(p.position_ids[row]))
+            p.top_tokens[i], p.top_probs[i] = (token, 0), (prob, 0)
+            if p.logits is not None:
+                p.logits[i] = -20
+                p.logits[i, token] = 0
+
+    return dlm_runtime.from_callback(DenoiserInfo(40, MASK, 512, eos_token_ids=(EOS,), has_cache=True), run)
+
+
+def steady(position: int) -> tuple[int, float]:
+    """Surest from the left."""
+    return 10 + position % 20, 1 / (2 + position)
+
+
+# ---- Why, how many, how sure ----
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_a_result_says_why_it_ended_and_counts_its_tokens(cache: str) -> None:
+    with scripted(lambda at: (EOS, 0.5) if at == 12 else steady(at)) as bundle:
+        stopped = bundle.generate(tokens=[1, 2], max_new_tokens=40, block_length=8, cache=cache)
+        assert (stopped.finish, stopped.prompt_tokens, stopped.completion_tokens) == ("stop", 2, 10)
+        whole = bundle.generate(tokens=[1, 2, MASK, 3], max_new_tokens=6, block_length=8, cache=cache)
+        assert (whole.finish, whole.prompt_tokens, whole.completion_tokens) == ("length", 3, 7)
+        nothing = bundle.generate(tokens=[1, EOS], max_new_tokens=0)
+        assert (nothing.finish, nothing.prompt_tokens, nothing.completion_tokens, nothing.nfe) == ("length", 2, 0, 0)
+    assert not any(stopped.undecided + whole.undecided)
+    for position, said in enumerate(stopped.log_probs):
+        prob = 0.5 if position == 12 else 1 / (2 + position)
+        assert said == (None if position < 2 or position >= 18 else pytest.approx(math.log(prob), rel=1e-6))
+
+
+def test_log_probs_of_draws_are_the_denoisers_whatever_the_temperature() -> None:
+    logits = np.random.default_rng(2).normal(0, 1, 20).astype(np.float32)
+
+    def run(p: CallbackPass) -> None:
+        masked = np.where(np.arange(20) == 3, -np.inf, logits.astype(np.float64))
+        probs = np.exp(masked) / np.exp(masked).sum()
+        p.top_tokens[:], p.top_probs[:] = np.argsort(-probs)[:2], np.sort(probs)[::-1][:2]
+        if p.logits is not None:
+            p.logits[:] = logits
+
+    with dlm_runtime.from_callback(DenoiserInfo(20, 3, 64), run) as bundle:
+        out = bundle.generate(tokens=[], max_new_tokens=30, temperature=2.0, top_k=12, block_length=0, steps=2)
+    allowed = np.delete(logits.astype(np.float64), 3)
+    wanted = logits.astype(np.float64) - np.log(np.exp(allowed).sum())
+    assert len(set(out.tokens)) > 5
+    np.testing.assert_allclose(np.array(out.log_probs, float), wanted[out.tokens], atol=1e-5)
+
+
+# ---- Ended before all is decided ----
+
+
+@settings(max_examples=100, deadline=None)
+@given(policy=policies, request=requests(), shift=st.integers(0, 1), most=st.integers(1, 12))
+def test_a_request_of_few_passes_has_what_the_whole_one_had_then(
+    policy: Policy, request: dict[str, Any], shift: int, most: int
+) -> None:
+    denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
+    assume(MASK in request["tokens"] or request["max_new_tokens"])
+    events = list(denoiser.bundle.stream(**request, **policy.as_dict()))
+    out = denoiser.bundle.generate(**request, **policy.as_dict(), max_steps=most)
+    assert out.nfe == min(most, len(events))
+    if most >= len(events):
+        assert out.finish in ("stop", "length")
+        assert events[-1].result is not None
+        assert (out.tokens, out.log_probs) == (events[-1].result.tokens, events[-1].result.log_probs)
+        return
+    then = events[most - 1]
+    assert (out.finish, out.undecided) == ("steps", then.undecided)
+    for token, is_open, stood, guess in zip(out.tokens, out.undecided, then.canvas, then.guess, strict=True):
+        assert token == (stood if not is_open else guess if guess >= 0 else EOS)
+    assert all(said is None for said, is_open in zip(out.log_probs, out.undecided, strict=True) if is_open)
+
+
+def test_what_is_undecided_stays_masked_without_an_end_token_and_is_no_text() -> None:
+    with ArithmeticDenoiser().bundle as bundle:
+        out = bundle.generate(tokens=[1], max_new_tokens=20, block_length=10, max_steps=4)
+    assert (out.finish, out.tokens[11:]) == ("steps", [MASK] * 10)
+    assert MASK not in out.tokens[:11]
+    assert out.completion_tokens == 20
+
+
+def test_no_pass_starts_behind_a_deadline() -> None:
+    with scripted(steady, lambda _: time.sleep(0.6)) as bundle:
+        out = bundle.generate(tokens=[1], max_new_tokens=20, deadline_ms=500)
+        assert (out.finish, out.nfe, sum(out.undecided)) == ("deadline", 1, 19)
+        outs = bundle.generate_batch(tokens=[[1], [1, 2]], max_new_tokens=20, deadline_ms=500)
+        assert [(out.finish, out.nfe) for out in outs] == [("deadline", 1), ("deadline", 0)]
+    with scripted(steady) as bundle:
+        assert bundle.generate(tokens=[1], max_new_tokens=20, deadline_ms=1e9).finish == "length"
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) -> None:
+    """Cancelled by another thread while a pass runs; a bundle serves the next request as if nothing had been."""
+    cancel = threading.Event()
+
+    def on_pass(number: int) -> None:
+        if number == 5:
+            other = threading.Thread(target=cancel.set)
+            other.start()
+            other.join()
+
+    fields: dict[str, Any] = {"tokens": [1], "max_new_tokens": 24, "block_length": 8, "cache": cache}
+    with scripted(steady, on_pass) as bundle:
+        if call == "generate":
+            out = bundle.generate(**fields, cancel=cancel)
+        else:
+            *_, last = bundle.stream(**fields, cancel=cancel)
+            assert last.result is not None
+            out = last.result
+        assert (out.finish, out.nfe, sum(out.undecided)) == ("cancelled", 5, 19)
+        assert out.tokens[1:9] == [steady(at)[0] for at in range(1, 9)]
+        assert out.tokens[9:] == [EOS] * 16
+        assert bundle.generate(**fields, cancel=cancel).nfe == 0
+        assert bundle.generate(**fields).finish == "length"
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
+    cancels = [None, threading.Event(), None]
+    fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
+
+    def on_pass(number: int) -> None:
+        if number == 3 * 5:  # each pass of a batch is a call for each request
+            assert cancels[1] is not None
+            cancels[1].set()
+
+    tokens = [[1], [2], [3]]
+    with scripted(steady, on_pass) as bundle:
+        outs = bundle.generate_batch(tokens=tokens, cancel=cancels, **fields)
+        assert [(out.finish, out.nfe) for out in outs] == [("length", 24), ("cancelled", 5), ("length", 24)]
+        for out, given_tokens in zip(outs, tokens, strict=True):
+            assert out.finish == "cancelled" or out.tokens == bundle.generate(tokens=given_tokens, **fields).tokens
+        for both in (threading.Event(), [threading.Event()] * 3):
+            (both if isinstance(both, threading.Event) else both[0]).set()
+            assert [out.nfe for out in bundle.generate_batch(tokens=tokens, cancel=both, **fields)] == [0, 0, 0]
+
+
+def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
+    library = _native.library()
+    handle: list[C.c_void_p] = []
+
+    def on_pass(number: int) -> None:
+        if number == 3 and handle:
+            other = threading.Thread(target=library.dlm_session_cancel, args=(handle[0], 0))
+            other.start()
+            other.join()
+
+    options = _native.initialised(_native.GenerateOptions)
+    options.max_new_tokens = 8
+    with scripted(steady, on_pass) as bundle, bundle._session() as session:
+        handle.append(session)
+        result, length = _native.Result(), C.c_size_t()
+        library.dlm_session_cancel(session, 0)  # nothing runs
+        for passes, finish in ((3, 5), (8, 2)):
+            buffer = (C.c_int32 * 9)(1)
+            status = library.dlm_session_generate(session, C.byref(options), buffer, 1, 9, None, C.byref(length))
+            assert (status, length.value) == (0, 9)
+            assert not library.dlm_session_result_sized(session, 0, C.byref(result), C.sizeof(result))
+            assert (result.finish, result.nfe, result.length) == (finish, passes, 9)
+        assert library.dlm_session_result_sized(session, 1, C.byref(result), C.sizeof(result)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_steps": -1}, "max_steps = -1 is not an integer in 0"),
+        ({"deadline_ms": -1.0}, "deadline_ms = -1 is outside 0"),
+        ({"deadline_ms": float("nan")}, "deadline_ms = nan is outside 0"),
+        ({"deadline_ms": "soon"}, "deadline_ms = 'soon' is not a number of milliseconds"),
+        ({"stop_strings": ["a"]}, "has no tokenizer, so that no text can stop it"),
+        ({"stop_strings": "ab"}, "give a list of texts"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with scripted(steady) as bundle, pytest.raises(RequestError, match=sentence):
+        bundle.generate(tokens=[1], max_new_tokens=4, **changes)
+
+
+def test_lists_of_a_batch_have_an_entry_for_each_request() -> None:
+    with scripted(steady) as bundle:
+        for changes in ({"policies": [{}]}, {"cancel": [None] * 3}):
+            with pytest.raises(RequestError, match=r"entries for 2 requests: give one for each"):
+                bundle.generate_batch(tokens=[[1], [2]], max_new_tokens=4, **changes)
+        with pytest.raises(RequestError, match="request 1: unknown policy field 'tresholds'"):
+            bundle.generate_batch(tokens=[[1], [2]], max_new_tokens=4, policies=[{}, {"tresholds": 1}])
+
+
+# ---- Policies side by side ----
+
+
+drawing = st.builds(
+    lambda policy, temperature, top_k: policy.with_fields({"temperature": temperature, "top_k": top_k}),
+    policies,
+    st.sampled_from([0.0, 0.5, 2.0]),
+    st.sampled_from([0, 4]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    each=st.lists(drawing, min_size=2, max_size=5),
+    cache=st.sampled_from(["own", "none", "dual"]),
+    new=st.integers(1, 30),
+    shift=st.integers(0, 1),
+)
+def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
+    each: list[Policy], cache: str, new: int, shift: int
+) -> None:
+    """Draws and best tokens, rules, scores, seeds; over one cache or another."""
+    changes = [policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0}) for policy in each]
+    denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
+    tokens = [[number, 2] for number in range(len(each))]
+    together = denoiser.bundle.generate_batch(tokens=tokens, max_new_tokens=new, policies=changes)
+    for given_tokens, own, out in zip(tokens, changes, together, strict=True):
+        alone = denoiser.bundle.generate(tokens=given_tokens, max_new_tokens=new, **own)
+        assert (out.tokens, out.nfe, out.log_probs, out.finish) == (alone.tokens, alone.nfe, alone.log_probs, alone.finish)
+
+
+# ---- Text ----
+
+
+def decode(tokens: Any) -> str:
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), text=st.text(st.sampled_from("ab cé€😀\n"), max_size=40))
+def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(data: st.DataObject, text: str) -> None:
+    """A token a byte, in pieces of any size; nothing is decoded more than twice."""
+    stops = data.draw(st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2))
+    decoded = [0]
+
+    def counted(tokens: Any) -> str:
+        decoded[0] += len(tokens)
+        return decode(tokens)
+
+    stream, left, deltas = TextStream(counted, stops), text.encode(), []
+    while left:
+        size = data.draw(st.integers(0, len(left)))
+        deltas.append(stream.push(list(left[:size])))
+        assert BROKEN not in deltas[-1]
+        assert "".join(deltas) == stream.text
+        assert text.startswith(stream.text)
+        left = left[size:]
+        if not size:
+            break
+    deltas.append(stream.push(list(left), is_last=True))
+    ends = [text.find(stop) for stop in stops if stop in text]
+    assert "".join(deltas) == stream.text == (text[: min(ends)] if ends else text)
+    assert stream.is_stopped is bool(ends)
+    assert decoded[0] <= 3 * len(text.encode()) + 12 * len(deltas)
+
+
+def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
+    stream = TextStream(decode)
+    assert stream.push([97, 0xE2]) == "a"
+    assert stream.push([0x82]) == ""
+    assert stream.push([], is_last=True) == BROKEN
+    assert stream.text == decode([97, 0xE2, 0x82])
