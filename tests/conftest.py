@@ -76,3 +76,9 @@ def dream_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained demo denoiser as an fp32 bundle."""
     return _build(DEMO_CHECKPOINT, tmp_path_factory.mktemp("bundles") / "demo")
+
+
+@pytest.fixture(scope="session")
+def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second demo, block-causal, as an fp32 bundle."""
+    return _build(DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several")

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 import dlm_runtime
 import dlm_runtime.tokenizer
+from dlm_export.cli.options import policy_changes, set_option
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_runtime.policy import PRESETS
@@ -126,7 +127,7 @@ def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str,
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Held-out .jsonl of data.py or several.py.")
 @click.option("--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]")
 @click.option("--preset", default="fast-dllm", show_default=True, help="Loop of the bundle.")
-@click.option("--cache", help="Cache of the loop.  [default: the preset's]")
+@set_option
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Room for an answer.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
 @click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
@@ -137,7 +138,7 @@ def main(
     data: Path,
     count: int | None,
     preset: str,
-    cache: str | None,
+    changes: tuple[str, ...],
     max_new_tokens: int,
     checkpoint: Path | None,
     loss: bool,
@@ -151,7 +152,7 @@ def main(
     lines = [json.loads(line) for line in data.read_text().splitlines()][:count]
     if checkpoint is None and (loss or bundle is None):
         raise click.UsageError("--loss needs --checkpoint" if loss else "give --bundle or --checkpoint")
-    policy = {"preset": preset, "max_new_tokens": max_new_tokens} | ({} if cache is None else {"cache": cache})
+    policy = {"preset": preset, "max_new_tokens": max_new_tokens} | policy_changes(changes)
     with contextlib.ExitStack() as stack:
         opened = TorchBundle(checkpoint) if bundle is None else stack.enter_context(dlm_runtime.open(bundle))
         if thresholds:

@@ -1,0 +1,64 @@
+"""The second demo, block-causal, as a user meets it: several requests in one breath to a list of calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from denoisers import load
+
+import dlm_runtime
+from dlm_export.network import reference
+from dlm_runtime import Bundle
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES / "demo"))
+
+CHECKPOINT = EXAMPLES / "demo-several"
+HELD_OUT = [json.loads(line) for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()]
+ROOM = 192  # tokens: the longest list takes 129
+MATCH_FLOOR = 0.0  # examples/README.md has the figure over all 300
+
+
+@pytest.fixture(scope="module")
+def lists(several_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(several_bundle, threads=1) as bundle:
+        yield bundle
+
+
+def test_held_out_commands_become_the_right_lists(lists: Bundle) -> None:
+    from evaluate import evaluate
+
+    result = evaluate(lists, HELD_OUT[:60], ROOM, preset="sdar")
+    assert sum(result["right"]["all"]) / 60 >= MATCH_FLOOR
+    assert max(result["nfe"]) <= ROOM
+
+
+def test_every_loop_equals_the_reference_on_real_predictions(lists: Bundle) -> None:
+    denoiser = load(CHECKPOINT)
+    assert lists.tokenizer is not None
+    for line in HELD_OUT[:2]:
+        tokens = lists.tokenizer.encode(line["prompt"])
+        for preset, changes in (
+            ("sdar", {}),
+            ("sdar", {"store": "reuse"}),
+            ("sdar", {"cache": "block-dual", "sub_block_length": 4}),
+            ("sdar", {"sub_block_length": 8, "threshold": 0.99}),
+            ("llada2.1", {}),
+        ):
+            policy = lists.policy(preset, **changes)
+            wanted = reference.generate(denoiser, tokens, policy, 96)
+            out = lists.generate(tokens=tokens, max_new_tokens=96, preset=preset, **changes)
+            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe), (preset, changes)
+
+
+def test_the_exact_cache_changes_no_list(lists: Bundle) -> None:
+    for line in HELD_OUT[:8]:
+        cached = lists.generate(prompt=line["prompt"], max_new_tokens=ROOM, preset="sdar")
+        plain = lists.generate(prompt=line["prompt"], max_new_tokens=ROOM, preset="sdar", cache="none")
+        assert cached.tokens == plain.tokens
+        assert cached.passes["denoise"] == plain.nfe
+        assert cached.passes["store"] > 0
