@@ -313,6 +313,8 @@ def test_a_bundle_for_cpus_is_built_and_judged(tmp_path: Path, family: str, prec
     assert list(held.values()) == [of_experts] * 3 + [of_attention]
     recorded = json.loads((report.output / "accuracy.json").read_text()).get("calibration") or {}
     assert [row["layer"] for row in recorded.get("experts", [])][-1:] == [MIXTURE] * (precision != "int8")
+    is_shown = f'<th scope="row"><code>{MIXTURE}</code></th><td>' in (report.output / "report.html").read_text()
+    assert is_shown == (precision != "int8")
 
 
 MATRIX = [(family, precision) for family in ("sdar", "llada2", "llada-moe") for precision in ("int8", "int4", "fp8", "nvfp4")]

@@ -151,7 +151,7 @@ QUANTISE_OPTIONS = (
     click.option(
         "--calib-min-tokens-per-expert",
         type=click.IntRange(1),
-        help="Calibration tokens from which an expert's weights are solved by them; below, rounded and told.  [default: 64]",
+        help="Calibration tokens from which an expert's weights are solved by them; below, rounded and told.  [default: 32]",
     ),
     click.option(
         "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", show_default=True, help="Finds ranges."
