@@ -1,9 +1,9 @@
 """The graph room: a network description in, ONNX files out.
 
-``trace`` makes one graph for every pass of a denoiser, of which ``repeat`` makes all layers of a kind out of one, ``quantise``
-replaces layers' operands, ``fuse`` puts operators of ours (``functions``) in, ``caches`` stores keys and values in fewer bytes,
-``widen`` gives bf16 graphs arithmetic that a CPU has, ``cuda`` knows what ONNX Runtime runs on a GPU, and ``write`` streams the
-weights behind it.
+``trace`` makes one graph for every pass of a denoiser, of which ``repeat`` makes all layers of a kind out of one, ``experts``
+lays mixtures out, ``quantise`` replaces layers' operands, ``fuse`` puts operators of ours (``functions``) in, ``caches`` stores
+keys and values in fewer bytes, ``widen`` gives bf16 graphs arithmetic that a CPU has, ``cuda`` knows what ONNX Runtime runs on
+a GPU, and ``write`` streams the weights behind it.
 Importing the room itself imports neither torch nor onnx: what is here, a board that builds its own engine reads too.
 
 Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens, ``R`` scored rows, ``K``
