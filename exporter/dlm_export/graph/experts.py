@@ -119,6 +119,7 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
             _initialiser(model, stack.weight, shape, dtype)
             parts[stack.weight] = StackPart(stack.path, "wide", shape)
         _replace(model, node, _all_experts(model, node, stacks, dtype))
+    model.graph.opset_imports.pop(DOMAIN, None)  # nothing of it is left
     return parts
 
 
