@@ -14,6 +14,7 @@ import pytest
 from denoisers import ArithmeticDenoiser
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_infill import counted, lettered
 from test_loop import policies, requests
 
 import dlm_runtime
@@ -294,3 +295,17 @@ def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
     assert stream.push([0x82]) == ""
     assert stream.push([], is_last=True) == BROKEN
     assert stream.text == decode([97, 0xE2, 0x82])
+
+
+def test_a_stop_string_ends_text_and_passes() -> None:
+    fields: dict[str, Any] = {"max_new_tokens": 40, "block_length": 4, "stop_strings": ["zz", "gh"]}
+    with lettered(counted) as bundle:
+        events = list(bundle.stream(tokens=[1], **fields))
+        assert [event.delta for event in events] == ["b", "c", "d", "e", "f", "", ""]  # g may start a stop string
+        out = bundle.generate(tokens=[1], **fields)
+        assert events[-1].result is not None
+        assert (out.text, out.tokens) == (events[-1].result.text, events[-1].result.tokens) == ("bcdef", out.tokens)
+        assert (out.finish, out.nfe, out.completion_tokens, sum(out.undecided)) == ("stop", 7, 7, 33)
+        (batched,) = bundle.generate_batch(tokens=[[1]], **fields)
+        assert (batched.text, batched.finish, batched.nfe) == ("bcdef", "stop", 40)
+        assert bundle.generate(tokens=[1], **fields | {"stop_strings": ["never"]}).finish == "length"

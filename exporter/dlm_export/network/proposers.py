@@ -109,7 +109,7 @@ def _cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 def _scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Scores float64 ``[M]`` of tokens drawn from distributions ``[M, V]``."""
     if by == "entropy":
-        found: np.ndarray = (drawn * np.log(drawn + 1e-10)).sum(-1)
+        found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
     elif by == "margin":
         best = np.sort(drawn, -1)[:, -2:]
         found = best[:, 1] - best[:, 0]

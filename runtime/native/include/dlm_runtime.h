@@ -263,8 +263,8 @@ typedef struct dlm_step {
 } dlm_step;
 
 /* Called after every step on the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call
- * dlm_session_stats and dlm_session_undecided on its session; other calls on it return DLM_INVALID_ARGUMENT, and it must not
- * destroy it. */
+ * dlm_session_stats, dlm_session_undecided and dlm_session_cancel on its session; other calls on it return DLM_INVALID_ARGUMENT,
+ * and it must not destroy it. */
 typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 
 typedef struct dlm_generate_options {
@@ -295,7 +295,7 @@ typedef struct dlm_stats {
   uint64_t cache_bytes; /* keys and values held for the request, at most; 0 without a cache */
 } dlm_stats;
 
-/* Fills the canvas and returns when every position is decided. tokens: the given ones on entry (mask tokens among them are
+/* Fills the canvas and returns when every position is decided, or the request was ended (dlm_result). tokens: the given ones on entry (mask tokens among them are
  * undecided, as the new ones are), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
  * max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
  * the denoiser takes. stats may be NULL. */

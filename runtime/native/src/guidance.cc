@@ -26,26 +26,31 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
 void Guided::rank(const Denoiser& denoiser, size_t row) {
   const auto width = static_cast<size_t>(denoiser.vocab_size), top_k = static_cast<size_t>(denoiser.top_k);
   const float* const logits = logits_.data() + row * width;
-  order_.clear();
+  int32_t* const best = tokens_.data() + row * top_k;
+  size_t count = 0;  // of the best so far; the lowest id first among equals, as ids come in order
   bool is_finite = true;
   for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
     if (token == denoiser.mask_token_id) continue;
-    order_.push_back(token);
     is_finite = is_finite && std::isfinite(logits[token]);
+    if (count == top_k && !(logits[token] > logits[best[top_k - 1]])) continue;
+    size_t rank = count < top_k ? count++ : top_k - 1;
+    for (; rank > 0 && logits[token] > logits[best[rank - 1]]; --rank) best[rank] = best[rank - 1];
+    best[rank] = token;
   }
-  const size_t count = std::min(top_k, order_.size());
-  const auto is_before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
-  if (is_finite) std::partial_sort(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(count), order_.end(), is_before);
-  double total = 0, entropy = 0;
-  const auto weight = [&](int32_t token) { return std::exp(static_cast<double>(logits[token]) - logits[order_[0]]); };
-  for (const int32_t token : order_) total += weight(token);
-  for (const int32_t token : order_) entropy += weight(token) / total * std::log(weight(token) / total + 1e-10);
-  for (size_t i = 0; i < count; ++i) {
-    tokens_[row * top_k + i] = order_[i];
-    probs_[row * top_k + i] =
-        is_finite ? static_cast<float>(weight(order_[i]) / total) : std::numeric_limits<float>::quiet_NaN();
+  if (!is_finite) {
+    std::fill_n(probs_.data() + row * top_k, top_k, std::numeric_limits<float>::quiet_NaN());
+    return;
   }
-  entropy_[row] = static_cast<float>(entropy);
+  const auto behind = [&](int32_t token) { return static_cast<double>(logits[token]) - static_cast<double>(logits[best[0]]); };
+  double total = 0, product = 0;
+  for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
+    if (token == denoiser.mask_token_id) continue;
+    const double weight = std::exp(behind(token));
+    total += weight;
+    product += weight * behind(token);
+  }
+  for (size_t i = 0; i < count; ++i) probs_[row * top_k + i] = static_cast<float>(std::exp(behind(best[i])) / total);
+  entropy_[row] = static_cast<float>(product / total - std::log(total));
 }
 
 }  // namespace dlm

@@ -23,7 +23,7 @@ class Guided {
   void rank(const Denoiser& denoiser, size_t row);
 
   std::vector<float> logits_, probs_, entropy_;
-  std::vector<int32_t> tokens_, order_;
+  std::vector<int32_t> tokens_;
 };
 
 }  // namespace dlm

@@ -47,7 +47,8 @@ class Sampled final : public Proposer {
     for (size_t row = 0; row < turn.positions.size(); ++row) {
       const float* const logits = predictions.logits + row * width;
       const Place place{static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(turn.positions[row])};
-      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id, sampling_, place);
+      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id, sampling_, place,
+                                      policy_.score == Score::entropy && policy_.score_of == ScoreOf::draw);
       proposals.tokens[row] = draw.token;
       proposals.probs[row] = prob_of(draw.token, logits, predictions.tokens[row * top_k], predictions.probs[row * top_k]);
       proposals.scores[row] = std::isfinite(draw.prob) ? score(turn, predictions, row, proposals.probs[row], draw) : draw.prob;

@@ -13,17 +13,28 @@ namespace {
 // A token whose tempered logit is farther behind the best one's cannot win: noise spans less than 42, from -ln(53 ln 2) to 53 ln 2.
 constexpr double kFarthest = 42;
 
-// The largest of what it is shown.
+// A row's logits, tempered and counted from the best one's.
+struct Tempered {
+  const float* logits;
+  int32_t best;
+  double temperature;
+
+  double operator()(int32_t token) const {
+    return (static_cast<double>(logits[token]) - static_cast<double>(logits[best])) / temperature;
+  }
+};
+
+// The token whose noise and logit are the largest together, of those that it is shown.
 class Winner {
  public:
-  Winner(const Sampling& sampling, Place place) : sampling_(sampling), place_(place) {}
+  Winner(const Tempered& tempered, uint64_t seed, Place place) : tempered_(tempered), seed_(seed), place_(place) {}
 
-  // behind: (l - best) / T; weight: its exponential.
-  void see(int32_t token, double behind, double weight) {
+  // weight: the exponential of the token's tempered logit, above 0.
+  void see(int32_t token, double weight) {
     const double u = uniform(token);
     // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm; the slack is for rounding.
     if (1 - u > weight * scale_) return;
-    const double value = behind - std::log(-std::log(u));
+    const double value = tempered_(token) - std::log(-std::log(u));
     if (value < best_ || (value == best_ && token > token_)) return;
     best_ = value;
     token_ = token;
@@ -36,12 +47,13 @@ class Winner {
   double uniform(int32_t token) {
     if (token / 2 != pair_) {
       pair_ = token / 2;
-      words_ = philox(sampling_.seed, {place_.step, place_.position, static_cast<uint32_t>(pair_), kDraws});
+      words_ = philox(seed_, {place_.step, place_.position, static_cast<uint32_t>(pair_), kDraws});
     }
     return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
   }
 
-  const Sampling& sampling_;
+  const Tempered& tempered_;
+  const uint64_t seed_;
   const Place place_;
   std::array<uint32_t, 4> words_{};
   int32_t pair_ = -1, token_ = 0;
@@ -50,61 +62,63 @@ class Winner {
 
 }  // namespace
 
-Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, Place place) {
-  const int32_t first = left_out == 0 ? 1 : 0;
-  int32_t best = first;
-  for (int32_t token = first; token < vocab_size; ++token)
-    if (token != left_out && logits[token] > logits[best]) best = token;
-  const auto behind = [&](int32_t token) {
-    return (static_cast<double>(logits[token]) - static_cast<double>(logits[best])) / sampling.temperature;
-  };
+Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, Place place,
+                   bool with_entropy) {
+  Tempered tempered{logits, left_out == 0 ? 1 : 0, sampling.temperature};
+  for (int32_t token = tempered.best; token < vocab_size; ++token)
+    if (logits[token] > logits[tempered.best] && token != left_out) tempered.best = token;
   weights_.resize(static_cast<size_t>(vocab_size));
   double total = 0;
   for (int32_t token = 0; token < vocab_size; ++token) {
-    const double distance = token == left_out ? -kFarthest - 1 : behind(token);
-    const double weight = distance < -kFarthest ? 0 : std::exp(distance);
+    const double behind = tempered(token);
+    const double weight = behind < -kFarthest || token == left_out ? 0 : std::exp(behind);
     weights_[static_cast<size_t>(token)] = weight;
     total += weight;
   }
-  if (!std::isfinite(total)) return {best, total, total, total};
-  Winner winner(sampling, place);
-  winner.see(best, 0, 1);
-  double sum = 0, second = 0, entropy = 0;
+  if (!std::isfinite(total)) return {tempered.best, total, total, total};
+  kept_.clear();
+  if (sampling.top_k > 0 || sampling.top_p < 1) cut(logits, sampling, total);
+  Winner winner(tempered, sampling.seed, place);
+  winner.see(tempered.best, 1);
+  double sum = 1, second = 0, product = 0;
   const auto take = [&](int32_t token) {
     const double weight = weights_[static_cast<size_t>(token)];
-    if (weight == 0) return;
+    if (weight == 0 || token == tempered.best) return;
     sum += weight;
-    if (token != best) second = std::max(second, weight), winner.see(token, behind(token), weight);
+    second = std::max(second, weight);
+    if (with_entropy) product += weight * tempered(token);
+    winner.see(token, weight);
   };
-  const auto each = [&](const auto& visit) {
-    if (kept_.empty())
-      for (int32_t token = 0; token < vocab_size; ++token) visit(token);
-    else
-      for (const int32_t token : kept_) visit(token);
-  };
-  cut(logits, sampling, total);
-  each(take);
-  each([&](int32_t token) {
-    const double prob = weights_[static_cast<size_t>(token)] / sum;
-    if (prob > 0) entropy += prob * std::log(prob + 1e-10);
-  });
-  return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum, entropy};
+  if (kept_.empty())
+    for (int32_t token = 0; token < vocab_size; ++token) take(token);
+  else
+    for (const int32_t token : kept_) take(token);
+  // ln p is a tempered logit less the sum's logarithm.
+  return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum, product / sum - std::log(sum)};
 }
 
+// Finds what is kept in linear time, by halving the part in which the cut must lie.
 void Sampler::cut(const float* logits, const Sampling& sampling, double total) {
-  kept_.clear();
-  if (sampling.top_k == 0 && sampling.top_p >= 1) return;
-  // Those below this weigh less together than what top_p leaves out; the slack is for rounding.
-  const double least = total * (1 - sampling.top_p) / static_cast<double>(weights_.size()) * 0.99;
   for (size_t token = 0; token < weights_.size(); ++token)
-    if (weights_[token] > 0 && weights_[token] >= least) kept_.push_back(static_cast<int32_t>(token));
+    if (weights_[token] > 0) kept_.push_back(static_cast<int32_t>(token));
   const auto is_before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
-  const size_t most = sampling.top_k == 0 ? kept_.size() : std::min(kept_.size(), static_cast<size_t>(sampling.top_k));
-  std::partial_sort(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(most), kept_.end(), is_before);
-  size_t count = 0;
-  for (double before = 0; count < most && (count == 0 || before <= sampling.top_p * total); ++count)
-    before += weights_[static_cast<size_t>(kept_[count])];
-  kept_.resize(count);
+  const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
+  if (sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < kept_.size()) {
+    std::nth_element(kept_.begin(), at(static_cast<size_t>(sampling.top_k)), kept_.end(), is_before);
+    kept_.resize(static_cast<size_t>(sampling.top_k));
+  }
+  if (sampling.top_p >= 1) return;
+  // The token of rank `first` is kept, and those from `last` on are not; `before` weigh those in front of `first`.
+  size_t first = 0, last = kept_.size();
+  for (double before = 0; last - first > 1;) {
+    const size_t middle = first + (last - first) / 2;
+    std::nth_element(at(first), at(middle), at(last), is_before);
+    double sum = before;
+    for (size_t rank = first; rank < middle; ++rank) sum += weights_[static_cast<size_t>(kept_[rank])];
+    if (sum > sampling.top_p * total) last = middle;
+    else first = middle, before = sum;
+  }
+  kept_.resize(last);
 }
 
 }  // namespace dlm

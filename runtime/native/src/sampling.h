@@ -28,19 +28,20 @@ struct Place {
 struct Draw {
   int32_t token;
   double prob;             // of the token
-  double margin, entropy;  // of the distribution: p1 - p2, sum p ln(p + 1e-10)
+  double margin, entropy;  // of the distribution: p1 - p2, sum p ln p
 };
 
 // Draws a token from logits [vocab_size] other than `left_out`, of which there is one at least. Holds the memory that it takes.
 class Sampler {
  public:
-  Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, Place place);
+  // The draw's entropy is of no meaning without `with_entropy`.
+  Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, Place place, bool with_entropy);
 
  private:
   void cut(const float* logits, const Sampling& sampling, double total);
 
   std::vector<double> weights_;  // [V], exp((l - best) / T)
-  std::vector<int32_t> kept_;    // the tokens that are drawn from, best first; unused where nothing is cut
+  std::vector<int32_t> kept_;    // the tokens that are drawn from; unused where nothing is cut
 };
 
 }  // namespace dlm
