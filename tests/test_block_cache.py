@@ -188,6 +188,27 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
         assert 0 < out.passes["store"] <= 4
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("name", BLOCK_CAUSAL)
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.9, "top_p": 0.9, "seed": 3}, {"cfg_scale": 1.2}], ids=["drawn", "guided"]
+)
+def test_draws_and_guidance_over_the_block_cache_are_the_references(name: str, shift: int, changes: dict[str, Any]) -> None:
+    """An edit takes the best token, and the canvas without what is given has a cache of its own."""
+    policy = preset(name, 4, shift, **changes)
+    if policy is None:
+        pytest.skip("a denoiser that predicts the next position is not edited")
+    for prompt_length in (3, 4, 6):
+        denoiser = seeded(network_of(4, shift), prompt_length)
+        tokens = [8 + i for i in range(prompt_length)]
+        wanted = reference.generate(denoiser, tokens, policy, 13)
+        with under_native_loop(denoiser) as bundle:
+            out = bundle.generate(tokens=tokens, max_new_tokens=13, **policy.as_dict())
+            plain = bundle.generate(tokens=tokens, max_new_tokens=13, **policy.greedy().as_dict())
+        assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+        assert out.tokens != plain.tokens
+
+
 def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
     """Within 1e-4 of what a pass over the whole canvas says, for each row that a pass scores."""
     worst = 0.0

@@ -126,20 +126,21 @@ typedef struct dlm_policy {
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
   double timestep_eps;     /* of "timestep", 0..1 */
   double temperature;      /* of "sample", above 0: logits are divided by it; 0 for "argmax" */
-  uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for what
-                              floating-point noise of the engine changes */
+  uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for
+                              what floating-point noise of the engine changes */
   const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the
                               rows of its last pass are stored, computed while some of it was masked */
   int32_t sub_block_length; /* of block-causal attention: positions of a block that are decided before the next ones; divides
                                block_length. 0: all together */
   int32_t edit_passes;     /* of "edit": passes over a finished block, at most; the first that changes nothing is the last */
   double edit_threshold;   /* of "edit", 0..1: a token of a finished block changes where another one's probability is above it */
-  double top_p;            /* of "sample", 0..1: from as few of the best tokens as have more than this probability together; 1: all */
+  double top_p;            /* of "sample", 0..1: from as few of the best tokens as have more than this probability together */
   int32_t top_k;           /* of "sample": from this many of the best tokens; 0: all */
-  const char *score_of;    /* of "sample", what scores are of. "prediction": the denoiser's softmax | "draw": the distribution that
-                              is drawn from, by temperature, top_p and top_k */
-  double cfg_scale;        /* w of classifier-free guidance: each pass also runs the canvas with all that is given masked, and logits
-                              are without + (w + 1)(with - without); 0: none. UNSUPPORTED where the engine takes one request a pass */
+  const char *score_of;    /* of "sample", what scores are of. "prediction": the denoiser's softmax | "draw": the distribution
+                              that is drawn from, by temperature, top_p and top_k */
+  double cfg_scale;        /* w of classifier-free guidance: each pass also runs the canvas with all that is given masked, and
+                              logits are without + (w + 1)(with - without); 0: none. UNSUPPORTED where the engine takes one
+                              request a pass */
 } dlm_policy;
 /* LLaDA's: static, confidence, blocks of 32, no cache. */
 DLM_API void dlm_policy_init(dlm_policy *policy);
@@ -274,9 +275,9 @@ typedef struct dlm_generate_options {
   int32_t steps;            /* passes planned for the whole generation, split evenly over the blocks; 0: the policy's */
   dlm_step_fn on_step;      /* may be NULL */
   void *user;
-  const dlm_policy *const *policies; /* of dlm_session_generate_batch: [request_count], a policy for each; NULL: `policy` for all */
-  double deadline_ms;       /* no pass starts later than this many milliseconds after the call (dlm_session_start): the request ends
-                               with what it has, DLM_FINISH_DEADLINE. 0: no deadline */
+  const dlm_policy *const *policies; /* of dlm_session_generate_batch: [request_count], one for each; NULL: `policy` for all */
+  double deadline_ms;       /* no pass starts later than this many milliseconds after the call (dlm_session_start): the request
+                               ends with what it has, DLM_FINISH_DEADLINE. 0: no deadline */
   int32_t max_steps;        /* a request ends after this many passes with what it has, DLM_FINISH_STEPS; 0: any number */
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
@@ -295,9 +296,9 @@ typedef struct dlm_stats {
   uint64_t cache_bytes; /* keys and values held for the request, at most; 0 without a cache */
 } dlm_stats;
 
-/* Fills the canvas and returns when every position is decided, or the request was ended (dlm_result). tokens: the given ones on entry (mask tokens among them are
- * undecided, as the new ones are), the whole canvas on return; count: how many are given; capacity counts tokens and must hold count +
- * max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
+/* Fills the canvas and returns when every position is decided, or the request was ended (dlm_result). tokens: the given ones on
+ * entry (mask tokens among them are undecided, as the new ones are), the whole canvas on return; count: how many are given;
+ * capacity counts tokens and must hold count + max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
  * the denoiser takes. stats may be NULL. */
 DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
                                         size_t count, size_t capacity, dlm_stats *stats, size_t *length);
@@ -332,17 +333,17 @@ enum {
   DLM_FINISH_CANCELLED = 5 /* dlm_session_cancel */
 };
 
-/* What a request came to, beside its canvas. One that ended before all was decided has a whole canvas too: what was undecided in
- * the block under way holds what its last pass proposed, and the rest the first end token, or the mask token where the denoiser has
- * none. `undecided` tells it from what was committed. */
+/* What a request came to, beside its canvas. One that ended before all was decided has a whole canvas too: what its last pass
+ * scored holds what that proposed, and the rest the first end token, or the mask token where the denoiser has none. `undecided`
+ * tells it from what was committed. */
 typedef struct dlm_result {
   size_t struct_size;
   int32_t finish;            /* DLM_FINISH_... */
   int32_t nfe;               /* passes that the request took part in */
   int32_t prompt_tokens;     /* given ones */
   int32_t completion_tokens; /* the others, up to their first end token, which is none */
-  const float *log_probs;    /* [length], ln p of a committed token, by the softmax of the pass that committed it, the mask token
-                                excluded; NaN at all other positions */
+  const float *log_probs;    /* [length], ln p of a committed token, by the softmax of the pass that committed it, the mask
+                                token excluded; NaN at all other positions */
   const uint8_t *undecided;  /* [length], 1: the request ended before a token was decided there */
   size_t length;             /* of the canvas */
 } dlm_result;
@@ -353,8 +354,8 @@ DLM_API dlm_status dlm_session_result_sized(dlm_session *session, size_t request
 #define dlm_session_result(session, request, result) dlm_session_result_sized(session, request, result, sizeof(dlm_result))
 
 /* Ends a request of the call that runs, or that was started, within one pass, with what it has: the call returns DLM_OK, and
- * dlm_result says DLM_FINISH_CANCELLED. request: its number, or DLM_ALL_REQUESTS. From any thread, also from callbacks; nothing where
- * no such request runs. The session must not be destroyed meanwhile. */
+ * dlm_result says DLM_FINISH_CANCELLED. request: its number, or DLM_ALL_REQUESTS. From any thread, also from callbacks; nothing
+ * where no such request runs. The session must not be destroyed meanwhile. */
 #define DLM_ALL_REQUESTS SIZE_MAX
 DLM_API void dlm_session_cancel(dlm_session *session, size_t request);
 

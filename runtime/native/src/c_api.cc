@@ -548,7 +548,8 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
         require(requests[i].tokens, "tokens");
         const dlm_policy* given = chosen.policy;
         if (chosen.policies != nullptr) require(given = chosen.policies[i], "policy");
-        made.push_back(make_request(*session, choose_policy(*session, given), chosen, requests[i].tokens, requests[i].count, name));
+        const dlm::Policy policy = choose_policy(*session, given);
+        made.push_back(make_request(*session, policy, chosen, requests[i].tokens, requests[i].count, name));
         check_capacity(requests[i].capacity, made.back().canvas().size());
       });
     }

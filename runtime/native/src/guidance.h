@@ -1,7 +1,8 @@
 // Classifier-free guidance: predictions are moved away from what the denoiser says without the prompt.
 //
-// l = l_u + (w + 1)(l_c - l_u), l_u being the logits of a canvas whose given tokens are masked (LLaDA, arXiv:2502.09992, section
-// 2.4). Both canvases are requests of one pass, each with its own keys and values, so that every cache stays what it is.
+// l = l_u + (w + 1)(l_c - l_u), l_u being the logits of a canvas whose given tokens are masked, as in LLaDA's loop
+// (arXiv:2502.09992). Both canvases are requests of one pass, each with its own keys and values, so that every cache stays what
+// it is.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +16,10 @@ namespace dlm {
 // Guided rows, with the candidates and entropies that an engine would give of them.
 class Guided {
  public:
-  // Of `rows` rows: what a pass predicted with the prompt, and the logits [rows, V] without it. What a row with a logit that is not
-  // finite predicts is not finite.
-  Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional, const float* unconditional, size_t rows);
+  // Of `rows` rows: what a pass predicted with the prompt, and the logits [rows, V] without it. What a row with a logit that is
+  // not finite predicts is not finite.
+  Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional, const float* unconditional,
+                    size_t rows);
 
  private:
   void rank(const Denoiser& denoiser, size_t row);

@@ -121,8 +121,8 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   if (guidance() > 0) {
     if (engine.max_batch() < 2)
       fail(DLM_UNSUPPORTED,
-           "policy: cfg_scale = %.10g takes two canvases a pass, one without the prompt, and the engine takes one: use cfg_scale = 0, "
-           "or open the bundle with engine \"onnxruntime\"",
+           "policy: cfg_scale = %.10g takes two canvases a pass, one without the prompt, and the engine takes one: use cfg_scale = "
+           "0, or open the bundle with engine \"onnxruntime\"",
            guidance());
     unconditional_ = canvas_;
     for (size_t at = 0; at < canvas_.size(); ++at)
@@ -382,7 +382,8 @@ void Batch::step(Context& context, Buffers& buffers) {
 Predictions Batch::predictions(const Part& part, const dlm_pass& pass, Buffers& buffers) const {
   const size_t first = part.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
   const auto width = static_cast<size_t>(denoiser_.vocab_size);
-  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate, pass.entropy == nullptr ? nullptr : pass.entropy + first,
+  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
+                          pass.entropy == nullptr ? nullptr : pass.entropy + first,
                           pass.logits == nullptr ? nullptr : pass.logits + first * width};
   if (part.request->guidance() == 0 || part.request->positions().empty()) return found;
   const float* const unconditional = found.logits + static_cast<size_t>(pass.rows) * width;
@@ -406,8 +407,8 @@ std::vector<Batch::Part> Batch::find_parts() {
   std::vector<Part> parts;
   for (size_t row = 0; row < rows_.size(); ++row) {
     Request& request = requests_[rows_[row].request];
-    if (rows_[row].is_unconditional || request.done() || (request.has_cache() && request.stage_number() != slowest->stage_number())) continue;
-    parts.push_back({&request, row});
+    const bool waits = request.has_cache() && request.stage_number() != slowest->stage_number();
+    if (!rows_[row].is_unconditional && !request.done() && !waits) parts.push_back({&request, row});
   }
   return parts;
 }

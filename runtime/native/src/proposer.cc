@@ -34,7 +34,10 @@ class Argmax final : public Proposer {
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)
-      : denoiser_(denoiser), policy_(policy), best_(denoiser, policy), sampling_{policy.temperature, policy.top_p, policy.top_k, policy.seed} {}
+      : denoiser_(denoiser),
+        policy_(policy),
+        best_(denoiser, policy),
+        sampling_{policy.temperature, policy.top_p, policy.top_k, policy.seed} {}
 
   Needs needs(const Turn& turn) const override {
     if (turn.is_editing) return best_.needs(turn);

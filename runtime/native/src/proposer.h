@@ -44,7 +44,7 @@ struct Turn {
 // What is proposed, by row.
 struct Proposals {
   std::vector<int32_t> tokens;  // never the mask token
-  std::vector<double> scores;   // higher is surer; in 0..1 where the policy's score is a confidence or a margin, entropies are <= 0
+  std::vector<double> scores;   // higher is surer: in 0..1, or where the policy's score is an entropy at most 0
   std::vector<double> probs;    // of the tokens, in the softmax of what the denoiser said
 
   void resize(size_t rows) { tokens.resize(rows), scores.resize(rows), probs.resize(rows); }

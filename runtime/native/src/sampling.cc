@@ -10,7 +10,7 @@
 namespace dlm {
 namespace {
 
-// A token whose tempered logit is farther behind the best one's cannot win: noise spans less than 42, from -ln(53 ln 2) to 53 ln 2.
+// A token whose tempered logit is farther behind the best one's cannot win: noise spans less, from -ln(53 ln 2) to 53 ln 2.
 constexpr double kFarthest = 42;
 
 // A row's logits, tempered and counted from the best one's.

@@ -1,8 +1,8 @@
 // A token drawn from a row of logits.
 //
 // The log form: the largest of l/T - ln(-ln u) over the tokens, in fp64, is a draw from softmax(l/T) (Gumbel, 1954; LLaDA's loop,
-// arXiv:2502.09992, writes it so). u is a pure function of seed, step, position and token, so that a draw is the same on any engine,
-// any number of threads and in any batch, and a change of the logits changes few of them.
+// arXiv:2502.09992, writes it so). u is a pure function of seed, step, position and token, so that a draw is the same on any
+// engine, with any number of threads and in any batch, and a change of the logits changes few of them.
 #pragma once
 
 #include <cstddef>
