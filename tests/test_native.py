@@ -182,6 +182,10 @@ def test_native_tests_pass_under_sanitizers(sanitized: Path) -> None:
     assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "native_test"), flags=re.MULTILINE)
 
 
+def test_constraints_are_read_and_kept_to_under_sanitizers(sanitized: Path) -> None:
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test"), flags=re.MULTILINE)
+
+
 def test_a_request_survives_the_failure_of_each_of_its_allocations(sanitized: Path) -> None:
     """Replaced ``operator new`` is what the library calls as well."""
     variables = {"ASAN_OPTIONS": "detect_leaks=1:alloc_dealloc_mismatch=0"}

@@ -170,7 +170,7 @@ class Result(C.Structure):
     ]
 
 
-FINISHES = ("none", "stop", "length", "steps", "deadline", "cancelled")
+FINISHES = ("none", "stop", "length", "steps", "deadline", "cancelled", "constraint")
 """What a request ended by, by DLM_FINISH_..."""
 
 
@@ -211,6 +211,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_create": (C.c_int32, [C.c_void_p, *_message, _out]),
     "dlm_session_destroy": (None, [C.c_void_p]),
     "dlm_session_last_error": (C.c_char_p, [C.c_void_p]),
+    "dlm_automaton_open": (C.c_int32, [C.c_char_p, *_message, _out]),
+    "dlm_automaton_read": (C.c_int32, [C.c_char_p, C.c_size_t, *_message, _out]),
+    "dlm_automaton_destroy": (None, [C.c_void_p]),
+    "dlm_automaton_shortest": (C.c_int32, [C.c_void_p]),
+    "dlm_session_constrain": (C.c_int32, [C.c_void_p, C.c_void_p]),
     "dlm_session_before_pass": (C.c_int32, [C.c_void_p, BeforePassFn, C.c_void_p]),
     "dlm_session_generate": (
         C.c_int32,

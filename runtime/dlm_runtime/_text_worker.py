@@ -43,6 +43,16 @@ class Text:
     def encode(self, _: bytes, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_each(self, _: bytes, texts: list[str]) -> list[list[int]]:
+        return [self.encode(b"", text, False) for text in texts]
+
+    def vocabulary(self, _: bytes) -> tuple[list[str], list[str | None]]:
+        decoder = {} if self.tokenizer.decoder is None else json.loads(self.tokenizer.decoder.__getstate__())
+        added = self.tokenizer.get_added_tokens_decoder()
+        names = [None if token in added else self.tokenizer.id_to_token(token) for token in range(self.size(b""))]
+        parts = decoder.get("decoders", [decoder] if decoder else [])
+        return [str(each.get("type")) for each in parts], names
+
     def decode(self, _: bytes, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,12 @@ from dlm_runtime.request import TEXT_FIELDS, Limits, Request, count_of, token_id
 from dlm_runtime.results import Event, Generation
 from dlm_runtime.signals import Cancels, seen_between_passes
 from dlm_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dlm_runtime.constraints.byte_automaton import CompileLimits
+    from dlm_runtime.constraints.compiled import Constraint
+
+KEPT_CONSTRAINTS = 64  # compiled ones that a bundle holds
 
 
 class Bundle:
@@ -44,6 +50,7 @@ class Bundle:
         self._is_closed = False
         self._default_policy = default_policy
         self._tokenizer = tokenizer
+        self._constraints: dict[tuple[Any, ...], Constraint] = {}
         self._folder: Path | None = None  # where files that the manifest names lie
         text = self._library.dlm_bundle_manifest(handle).decode()
         self.manifest: dict[str, Any] = json.loads(text) if text else {}
@@ -97,6 +104,77 @@ class Bundle:
                 self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens)
         return self._tokenizer
 
+    def constraint(
+        self,
+        *,
+        schema: Any = None,
+        regex: str | None = None,
+        enum: Sequence[str] | None = None,
+        json_object: bool = False,
+        max_depth: int | None = None,
+        limits: CompileLimits | None = None,
+        cache_dir: str | Path | None = "",
+    ) -> Constraint:
+        """What a generated text may be, compiled for this bundle's tokenizer: one of the first four.
+
+        ``schema``: a JSON Schema, whose texts are compact JSON; ``regex``: the text matches it as a whole, in the syntax of
+        Rust's regex crate; ``enum``: it is one of these; ``json_object``: it is any JSON object. ``max_depth``: how often a
+        schema may lie within itself, and how many containers may be within each other where it leaves them open. ``limits``:
+        what compiling may take, None for the usual. It is kept in the folder ``cache_dir`` ("": that of the user's caches,
+        None: nowhere).
+
+        Raises RequestError that says what is not supported, matches nothing, or meets which limit; DlmError without
+        outlines-core.
+        """
+        from dlm_runtime.constraints import compiled
+        from dlm_runtime.constraints import schema as schemas
+        from dlm_runtime.constraints.byte_automaton import CompileLimits
+        from dlm_runtime.constraints.vocabulary import read_vocabulary
+
+        given = [schema is not None, regex is not None, enum is not None, json_object]
+        if sum(given) != 1:
+            raise RequestError("give one of schema, regex, enum and json_object")
+        if self.tokenizer is None:
+            raise RequestError("constraints are of text, and this bundle has no tokenizer")
+        if schema is not None:
+            expression = schemas.expression(schema, max_depth)
+        elif json_object:
+            expression = schemas.any_object(max_depth)
+        else:
+            expression = regex if regex is not None else schemas.choices(enum or ())
+        if not isinstance(expression, str):
+            raise RequestError(f"regex = {expression!r} is not a text")
+        chosen, tokenizer = limits or CompileLimits(), self.tokenizer
+        key = (expression, regex is None, chosen)
+        with self._lock:
+            made = self._constraints.get(key)
+        if made is None:
+            folder = None if cache_dir is None else Path(cache_dir) if cache_dir else compiled.default_folder()
+            made = compiled.compile_constraint(
+                expression,
+                regex is None,
+                lambda: read_vocabulary(tokenizer),
+                tokenizer.sha256,
+                self.vocab_size,
+                self.eos_token_ids,
+                chosen,
+                folder,
+            )
+            with self._lock:
+                if len(self._constraints) >= KEPT_CONSTRAINTS:
+                    self._constraints.pop(next(iter(self._constraints)))
+                self._constraints[key] = made
+        return made
+
+    def _constraint(self, constraint: Constraint | None, **given: Any) -> Constraint | None:
+        """What a request was given, in one of two ways."""
+        asked = {name: value for name, value in given.items() if value is not None and value is not False}
+        if constraint is None:
+            return self.constraint(**asked) if asked else None
+        if asked:
+            raise RequestError(f"give constraint or {next(iter(asked))}, not both")
+        return constraint
+
     def __enter__(self) -> Bundle:
         return self
 
@@ -144,6 +222,11 @@ class Bundle:
         deadline_ms: float = 0.0,
         stop_strings: Sequence[str] = (),
         cancel: threading.Event | None = None,
+        constraint: Constraint | None = None,
+        schema: Any = None,
+        regex: str | None = None,
+        enum: Sequence[str] | None = None,
+        json_object: bool = False,
         **policy: Any,
     ) -> Generation:
         """Fill ``max_new_tokens`` mask tokens behind a prompt, token ids, or a chat (one of the three).
@@ -158,6 +241,9 @@ class Bundle:
         its start, or once another thread sets ``cancel``; ``finish`` then says so, and the result has what it came to.
         ``stop_strings`` end the text, and the passes behind the block that holds one.
 
+        ``constraint`` (of ``Bundle.constraint``), or in its place ``schema``, ``regex``, ``enum`` or ``json_object``, which are
+        its arguments: a text that nothing ends before all is decided is then valid by it, whatever the policy and the room.
+
         Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails, and, within
         a pass, what a signal's handler raises on the main thread, such as KeyboardInterrupt.
         """
@@ -169,11 +255,12 @@ class Bundle:
             self._policy_for("generate", preset, policy),
             Limits(max_steps, deadline_ms, stop_strings),
         )
+        wanted = self._constraint(constraint, schema=schema, regex=regex, enum=enum, json_object=json_object)
         if stop_strings:
-            *_, last = self._steps(request, cancel)
+            *_, last = self._steps(request, cancel, wanted)
             assert last.result is not None
             return last.result
-        with self._session([cancel] if cancel else ()) as session:
+        with self._session([cancel] if cancel else (), wanted) as session:
             stats, length = _native.Stats(), C.c_size_t()
             buffer = (C.c_int32 * max(1, request.capacity))(*request.given)
             status = self._library.dlm_session_generate(
@@ -197,6 +284,11 @@ class Bundle:
         deadline_ms: float = 0.0,
         stop_strings: Sequence[str] = (),
         cancel: threading.Event | Sequence[threading.Event | None] | None = None,
+        constraint: Constraint | None = None,
+        schema: Any = None,
+        regex: str | None = None,
+        enum: Sequence[str] | None = None,
+        json_object: bool = False,
         **policy: Any,
     ) -> list[Generation]:
         """``generate`` for several requests, at most ``max_batch`` of which share their passes; results in the given order.
@@ -233,6 +325,7 @@ class Bundle:
             except RequestError as err:
                 raise RequestError(f"request {number}: {err}") from err
         most = count_of("max_batch", max_batch)
+        wanted = self._constraint(constraint, schema=schema, regex=regex, enum=enum, json_object=json_object)
         if not kept:
             return []
         options = kept[0].options
@@ -245,7 +338,7 @@ class Bundle:
             )
         )
         stats = _native.Stats()
-        with self._session(cancels if any(cancels) else ()) as session:
+        with self._session(cancels if any(cancels) else (), wanted) as session:
             status = self._library.dlm_session_generate_batch(
                 session, C.byref(options), natives, len(kept), most, C.byref(stats)
             )
@@ -268,12 +361,18 @@ class Bundle:
         deadline_ms: float = 0.0,
         stop_strings: Sequence[str] = (),
         cancel: threading.Event | None = None,
+        constraint: Constraint | None = None,
+        schema: Any = None,
+        regex: str | None = None,
+        enum: Sequence[str] | None = None,
+        json_object: bool = False,
         **policy: Any,
     ) -> Iterator[Event]:
         """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving the loop."""
         fields = self._policy_for("stream", preset, policy)
         limits = Limits(max_steps, deadline_ms, stop_strings)
-        return self._steps(Request(self, (prompt, tokens, chat), max_new_tokens, steps, fields, limits), cancel)
+        wanted = self._constraint(constraint, schema=schema, regex=regex, enum=enum, json_object=json_object)
+        return self._steps(Request(self, (prompt, tokens, chat), max_new_tokens, steps, fields, limits), cancel, wanted)
 
     def infill(self, text: str, *, lengths: Sequence[int | Sequence[int]] = (16,), **request: Any) -> Infill:
         """Fill the holes of a text, written ``<mask>`` in it: ``"def f(x): <mask> return y"``.
@@ -324,9 +423,9 @@ class Bundle:
             self._check(self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session)
         return seconds[:repeats]
 
-    def _steps(self, request: Request, cancel: threading.Event | None) -> Iterator[Event]:
+    def _steps(self, request: Request, cancel: threading.Event | None, constraint: Constraint | None) -> Iterator[Event]:
         stream = request.text_stream()
-        with self._session([cancel] if cancel else ()) as session:
+        with self._session([cancel] if cancel else (), constraint) as session:
             given = (C.c_int32 * max(1, len(request.given)))(*request.given)
             self._check(self._library.dlm_session_start(session, C.byref(request.options), given, len(request.given)), session)
             view, stats = _native.Step(), _native.Stats()
@@ -382,7 +481,7 @@ class Bundle:
             raise _native.error(status, self._library.dlm_session_last_error(session))
 
     @contextmanager
-    def _session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
+    def _session(self, cancels: Cancels = (), constraint: Constraint | None = None) -> Iterator[C.c_void_p]:
         with self._lock:
             self._check_open()
             session = self._idle.pop() if self._idle else C.c_void_p()
@@ -393,6 +492,8 @@ class Bundle:
                     raise _native.error(status, message.value)
             self._busy += 1
         try:
+            handle = None if constraint is None else constraint.handle
+            self._check(self._library.dlm_session_constrain(session, handle), session)
             with seen_between_passes(session, cancels):
                 yield session
         finally:

@@ -6,6 +6,7 @@ Jinja program from outside: it runs in Jinja's immutable sandbox there, and sees
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Tokenizer:
     ) -> None:
         """``special_tokens``: texts that a template may name, such as ``bos_token``. Raises BundleError, naming ``where``."""
         self.has_chat_template = template is not None
+        self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
         self._texts: dict[int, str] = {}
         try:
             self._process = TextProcess(tokenizer, template, dict(special_tokens))
@@ -66,6 +68,16 @@ class Tokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text that stands behind a prompt: nothing put around it. Raises RequestError."""
         return self._encode(text, False)
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode_plain`` of several texts. Raises RequestError."""
+        found: list[list[int]] = self._ask("encode_each", "the bundle's tokenizer refuses these texts", texts=list(texts))
+        return found
+
+    def vocabulary(self) -> tuple[list[str], list[str | None]]:
+        """The kinds of its decoder's parts, and how it spells tokens by id, None for added ones. Raises RequestError."""
+        decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
+        return decoder, names
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises RequestError."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from dlm_export.cli.constraining import add_constraint, constraint_options, take_constraint
 from dlm_export.cli.options import (
     CHECKPOINT,
     engine_option,
@@ -53,6 +54,7 @@ from dlm_runtime import Generation
     "--deadline-ms", type=click.FloatRange(0), default=0.0, help="End this many milliseconds after the start; 0: do not."
 )
 @click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
+@constraint_options
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
 @engine_option
@@ -98,7 +100,7 @@ def run(
         "stop_strings": stop_strings,
         "cancel": cancel,
     }
-    how = opening(fields)
+    how, wanted = opening(fields), take_constraint(fields)
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes)
     if prompt is not None:
@@ -110,6 +112,7 @@ def run(
     else:
         request["tokens"] = _integers("--tokens", tokens or "")
     with how.open(bundle) as opened, cancelling(cancel):
+        add_constraint(opened, request, wanted)
         if watch:
             from dlm_export.cli.watch import watch as show
 

@@ -47,8 +47,12 @@ class Proposer:
         """Which of the rows that the policy would commit, bool ``[M]``, may commit together; one at least, unless it edits."""
         return chosen
 
+    def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """What is certain of the undecided positions from ``first`` to before ``last``: these and their tokens, int64 both."""
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Told of what was committed, or changed by an edit: int64 both."""
+        """Told of what was certain, committed, or changed by an edit: int64 both."""
 
     def masked(self, logits: Tensor) -> Tensor:
         """The logits without the mask token's."""

@@ -65,7 +65,13 @@ class Run:
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        self._turns = turns(Canvas(self.tokens, self.undecided), policy, network, steps)
+        self._turns = turns(Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold)
+
+    def _scaffold(self, first: int, last: int) -> None:
+        positions, tokens = self.proposer.scaffold(self.canvas, first, last)
+        self.tokens[positions] = tokens
+        self.undecided[positions] = False
+        self.proposer.note(positions, tokens)
 
     @property
     def canvas(self) -> Canvas:
@@ -111,14 +117,16 @@ def generate(
     on_step: Callable[[Canvas], None] | None = None,
     *,
     cache_dtype: str = "float32",
+    proposer: Proposer | None = None,
 ) -> Reference:
     """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` more behind them.
 
     ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
     ``on_step`` gets the canvas after each step. ``cache_dtype``: what cached rows are stored in, as the manifest has it.
+    ``proposer``: None for the policy's own.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
-    return fill(denoiser, canvas, policy, steps, on_step, cache_dtype=cache_dtype)
+    return fill(denoiser, canvas, policy, steps, on_step, cache_dtype=cache_dtype, proposer=proposer)
 
 
 @torch.no_grad()
@@ -130,9 +138,10 @@ def fill(
     on_step: Callable[[Canvas], None] | None = None,
     *,
     cache_dtype: str = "float32",
+    proposer: Proposer | None = None,
 ) -> Reference:
     """Fill the undecided positions of a canvas; see ``generate``."""
-    run = Run(denoiser.network, canvas, policy, steps)
+    run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
     while (span := run.advance()) is not None:

@@ -8,7 +8,7 @@ thresholds in float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,14 +55,20 @@ class Turn:
     standing: np.ndarray | None = None
 
 
-def turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int = 0) -> Iterator[Turn]:
+def turns(
+    canvas: Canvas, policy: Policy, looped: Looped, steps: int = 0, scaffold: Callable[[int, int], None] = lambda *_: None
+) -> Iterator[Turn]:
     """The passes that fill the undecided positions of a canvas, as ``plan`` has them.
 
     Who takes a turn writes what it committed to ``canvas`` before asking for the next one; where the policy stops by end
     tokens, and a finished block holds one, they are then written to all that is undecided. ``steps`` plans that many passes for
-    the whole generation, split evenly over its blocks; 0 leaves it to the policy.
+    the whole generation, split evenly over its blocks; 0 leaves it to the policy. ``scaffold`` is called with the canvas's
+    ends at first, and with a block's before each of its passes, and writes what is certain there.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
+    scaffold(0, len(tokens))
+    # A full pass is for its own block alone, unless the next one's reaches back no farther than to it.
+    is_for_block = policy.cache in FULL_CACHES and not policy.refresh
     passes, step, counts = 0, 0, [0]
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
@@ -70,10 +76,13 @@ def turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int = 0) -> Ite
             step, counts = 0, transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
         own = slice(stage.first, stage.last)
-        while undecided[own].any() if stage.is_repeated else not is_made:
+        while True:
+            scaffold(stage.start, stage.end)
+            if not (undecided[own].any() if stage.is_repeated else not is_made):
+                break
             positions = stage.first + np.flatnonzero(undecided[own])
             is_made = True
-            if not (len(positions) or stage.span.is_stored):
+            if not (len(positions) or (stage.span.is_stored and not is_for_block)):
                 continue
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":

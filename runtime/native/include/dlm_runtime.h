@@ -251,6 +251,24 @@ typedef int32_t (*dlm_before_pass_fn)(void *user);
 /* Until the next call of this, or the session's end; NULL, as at first: nobody is asked. */
 DLM_API dlm_status dlm_session_before_pass(dlm_session *session, dlm_before_pass_fn before_pass, void *user);
 
+/* What a request's text may be: an automaton over token ids, as a file that dlm-export's Python side compiles of a JSON Schema or a
+ * regular expression for one vocabulary. Any number of sessions and threads may share one. */
+typedef struct dlm_automaton dlm_automaton;
+
+/* Reads and checks one, from a file or from memory. On failure the sentence goes to message. BAD_BUNDLE for a damaged file. */
+DLM_API dlm_status dlm_automaton_open(const char *path, char *message, size_t message_capacity, dlm_automaton **automaton);
+DLM_API dlm_status dlm_automaton_read(const void *data, size_t size, char *message, size_t message_capacity,
+                                      dlm_automaton **automaton);
+DLM_API void dlm_automaton_destroy(dlm_automaton *automaton); /* requests that began with it go on */
+
+/* The tokens of its shortest text. */
+DLM_API int32_t dlm_automaton_shortest(const dlm_automaton *automaton);
+
+/* Of the requests that start from now on, until the next call of this; NULL, as at first: no constraint. From its first undecided
+ * position to its last, a request then comes to the most likely text that the automaton accepts, whatever the policy, with end
+ * tokens behind it where there is room. INVALID_ARGUMENT where no text fits there, UNSUPPORTED for another vocabulary. */
+DLM_API dlm_status dlm_session_constrain(dlm_session *session, const dlm_automaton *automaton);
+
 /* The canvas after one step. Pointers are valid until the next call on the session. */
 typedef struct dlm_step {
   const int32_t *canvas; /* [length] */
@@ -330,7 +348,8 @@ enum {
   DLM_FINISH_LENGTH = 2,   /* all is decided, without one */
   DLM_FINISH_STEPS = 3,    /* max_steps passes were made */
   DLM_FINISH_DEADLINE = 4, /* deadline_ms went by */
-  DLM_FINISH_CANCELLED = 5 /* dlm_session_cancel */
+  DLM_FINISH_CANCELLED = 5, /* dlm_session_cancel */
+  DLM_FINISH_CONSTRAINT = 6 /* all is decided, without an end token, and the text of its constraint is whole */
 };
 
 /* What a request came to, beside its canvas. One that ended before all was decided has a whole canvas too: what its last pass

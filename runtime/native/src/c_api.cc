@@ -14,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "automaton.h"
 #include "bundle.h"
+#include "constrained.h"
 #include "dlm_runtime.h"
 #include "engine.h"
 #include "error.h"
@@ -56,6 +58,11 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
+// Requests hold the automaton that they began with.
+struct dlm_automaton {
+  std::shared_ptr<const dlm::Automaton> automaton;
+};
+
 struct dlm_session {
   explicit dlm_session(dlm_bundle& opened) : bundle(opened), context(opened.engine->open_context(opened.manifest.denoiser.max_canvas_length)) {}
 
@@ -69,6 +76,7 @@ struct dlm_session {
   int32_t max_steps = 0;
   std::vector<dlm::Outcome> outcomes;  // of the requests that ended last
   dlm_pass_counts counts{};         // of the last passes
+  std::shared_ptr<const dlm::Automaton> constraint;  // of the requests to come; NULL: none
   dlm_before_pass_fn before_pass = nullptr;
   void* before_pass_user = nullptr;
   std::string last_error;
@@ -242,7 +250,11 @@ dlm::Request make_request(const dlm_session& session, const dlm::Policy& policy,
   std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, options.max_new_tokens);
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
-  return dlm::Request(denoiser, *session.bundle.engine, policy, std::move(canvas), std::move(undecided), options.steps, name);
+  std::unique_ptr<dlm::Proposer> proposer;
+  if (session.constraint != nullptr)
+    proposer = std::make_unique<dlm::Constrained>(denoiser, policy, session.constraint, canvas, undecided);
+  return dlm::Request(denoiser, *session.bundle.engine, policy, std::move(canvas), std::move(undecided), options.steps, name,
+                      std::move(proposer));
 }
 
 // Puts each request, by number, into the first batch that has room for it and that it fits into.
@@ -493,6 +505,34 @@ void dlm_session_destroy(dlm_session* session) { delete session; }
 
 const char* dlm_session_last_error(const dlm_session* session) {
   return session == nullptr ? "session is NULL" : session->last_error.c_str();
+}
+
+dlm_status dlm_automaton_open(const char* path, char* message, size_t message_capacity, dlm_automaton** automaton) {
+  if (automaton != nullptr) *automaton = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(automaton, "automaton");
+    require(path, "path");
+    *automaton = new dlm_automaton{std::make_shared<dlm::Automaton>(dlm::open_automaton(path))};
+  });
+}
+
+dlm_status dlm_automaton_read(const void* data, size_t size, char* message, size_t message_capacity, dlm_automaton** automaton) {
+  if (automaton != nullptr) *automaton = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(automaton, "automaton");
+    require(data, "data");
+    *automaton = new dlm_automaton{std::make_shared<dlm::Automaton>(dlm::read_automaton(data, size, "the constraint"))};
+  });
+}
+
+void dlm_automaton_destroy(dlm_automaton* automaton) { delete automaton; }
+
+int32_t dlm_automaton_shortest(const dlm_automaton* automaton) {
+  return automaton == nullptr ? 0 : automaton->automaton->distances.front();
+}
+
+dlm_status dlm_session_constrain(dlm_session* session, const dlm_automaton* automaton) {
+  return guarded(session, [&] { session->constraint = automaton == nullptr ? nullptr : automaton->automaton; });
 }
 
 dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass, void* user) {

@@ -133,6 +133,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
   log_probs_.assign(canvas_.size(), std::numeric_limits<float>::quiet_NaN());
+  scaffold({0, static_cast<int32_t>(canvas_.size())});
   if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
   settle();
 }
@@ -306,7 +307,7 @@ Outcome Request::outcome() const {
     found.prompt_tokens += is_given_[at];
     found.completion_tokens += !is_given_[at] && !is_ended;
   }
-  if (done() && finish_ == Finish::none) found.finish = is_ended ? Finish::stop : Finish::length;
+  if (done() && finish_ == Finish::none) found.finish = is_ended ? Finish::stop : proposer_->is_whole() ? Finish::constraint : Finish::length;
   return found;
 }
 
@@ -315,13 +316,23 @@ bool Request::is_end(int32_t token) const {
   return std::find(eos.begin(), eos.end(), token) != eos.end();
 }
 
+void Request::scaffold(Range range) {
+  certain_.clear();
+  proposer_->scaffold(canvas_, undecided_, range, certain_);
+  for (const Certain& certain : certain_) take(certain.position, certain.token, 0);
+  committed_ += static_cast<int32_t>(certain_.size());
+}
+
 // Goes on to the stage that has a pass to make.
 void Request::settle() {
   while (!done()) {
     const Stage& now = stage();
+    scaffold(now.block);
     const bool is_stored = now.use != CacheUse::none && now.use != CacheUse::read;
     const bool is_undecided = count_undecided(now.decided) > 0;
-    if (now.is_repeated ? is_undecided : !is_made_ && (is_stored || is_undecided)) return;
+    // A full pass is for its own block alone, unless the next one's reaches back no farther than to it.
+    const bool is_idle = !is_undecided && policy_.cache != Cache::block && policy_.refresh == 0;
+    if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided)) return;
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes && (edits_ == 0 || committed_ > 0);
       if (is_editing_ || end_early(now.block)) return;

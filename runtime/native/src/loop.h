@@ -44,7 +44,8 @@ enum class Finish : int32_t {
   length = DLM_FINISH_LENGTH,
   steps = DLM_FINISH_STEPS,
   deadline = DLM_FINISH_DEADLINE,
-  cancelled = DLM_FINISH_CANCELLED
+  cancelled = DLM_FINISH_CANCELLED,
+  constraint = DLM_FINISH_CONSTRAINT
 };
 
 // What a request came to, beside its canvas.
@@ -105,6 +106,7 @@ class Request {
   void take(const Proposals& proposals, const std::vector<int32_t>& chosen);
   void take(int32_t position, int32_t token, double log_prob);
   bool is_end(int32_t token) const;
+  void scaffold(Range range);
   void settle();
   bool end_early(Range block);
 
@@ -125,6 +127,7 @@ class Request {
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
   Finish finish_ = Finish::none;  // of a request that was ended
+  std::vector<Certain> certain_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
 };
 

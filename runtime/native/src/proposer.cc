@@ -76,6 +76,10 @@ class Sampled final : public Proposer {
 
 void Proposer::limit(const Turn&, const Proposals&, std::vector<int32_t>&) const {}
 
+void Proposer::scaffold(const std::vector<int32_t>&, const std::vector<uint8_t>&, Range, std::vector<Certain>&) {}
+
+bool Proposer::is_whole() const { return false; }
+
 void Proposer::note(int32_t, int32_t) {}
 
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy) {

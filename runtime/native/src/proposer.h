@@ -50,6 +50,11 @@ struct Proposals {
   void resize(size_t rows) { tokens.resize(rows), scores.resize(rows), probs.resize(rows); }
 };
 
+// A token that no pass has to be asked for.
+struct Certain {
+  int32_t position, token;
+};
+
 class Proposer {
  public:
   virtual ~Proposer() = default;
@@ -65,7 +70,15 @@ class Proposer {
   // unless the turn edits.
   virtual void limit(const Turn& turn, const Proposals& proposals, std::vector<int32_t>& chosen) const;
 
-  // Told of every token that the request takes: committed, changed by an edit, or written behind an end token.
+  // Adds what is certain of the undecided positions of `range`, given what is decided. Asked of the whole canvas before the first
+  // pass, and of a block before each of its own; what it adds is decided then.
+  virtual void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided, Range range,
+                        std::vector<Certain>& certain);
+
+  // Whether the text is whole once all is decided, though there was no room for an end token.
+  virtual bool is_whole() const;
+
+  // Told of every token that the request takes: certain, committed, changed by an edit, or written behind an end token.
   virtual void note(int32_t position, int32_t token);
 };
 

