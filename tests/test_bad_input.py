@@ -614,8 +614,8 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "ids that are no numbers": (("--tokens", "3,x"), ("'3,x' is not a list of integers",)),
     "empty canvas": (("--tokens", "", "--max-new-tokens", 0), ("the canvas is empty",)),
     "text without a tokenizer": (("--prompt", "hello"), ("this bundle has no tokenizer",)),
-    "nothing to start from": ((), ("give one of --prompt, --chat and --tokens",)),
-    "two prompts": (("--prompt", "hello", "--tokens", "1"), ("give one of --prompt, --chat and --tokens",)),
+    "nothing to start from": ((), ("give one of --prompt, --chat, --tokens and --infill",)),
+    "two prompts": (("--prompt", "hello", "--tokens", "1"), ("give one of --prompt, --chat, --tokens and --infill",)),
     "unknown preset": (
         ("--tokens", "1", "--preset", "warp"),
         ('preset "warp" is not one of this bundle\'s', "llada, fast-dllm, dream"),
