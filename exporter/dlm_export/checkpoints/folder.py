@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -126,9 +126,8 @@ class Config:
             raise CheckpointError(f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies, its first byte in the file, and what it is."""
+class TensorInfo(NamedTuple):
+    """Where a tensor lies, its first byte in the file, and what it is; a tuple, for a checkpoint may have tens of thousands."""
 
     file: Path
     dtype: str
@@ -372,6 +371,7 @@ class Checkpoint:
             raise CheckpointError(f"{path}: cannot read ({err})") from err
 
     def _check_index(self, index: dict[str, str]) -> None:
+        files = {path: path.name for path in {info.file for info in self.tensors.values()}}
         for name, file in index.items():
-            if name not in self.tensors or self.tensors[name].file.name != file:
+            if name not in self.tensors or files[self.tensors[name].file] != file:
                 raise CheckpointError(f"{self.path / file}: {name} is not in this shard, though {INDEX_FILE} says so")
