@@ -15,7 +15,7 @@ import torch
 from networks import make_network
 from onnx.reference import ReferenceEvaluator
 
-from dlm_calibration.formats import QuantisedWeight, pack_nibbles
+from dlm_calibration.formats import QuantisedWeight, pack_nibbles, quantise_weight
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe, RecipeError
 from dlm_calibration.states import State
 from dlm_export import families, graph
@@ -288,7 +288,7 @@ def test_the_nvfp4_image_equals_onnx_reference(is_shared: bool) -> None:
     traced, amax = _matmul_graph(K, N), float(np.abs(x).max())
     parts = quantise.rewrite(traced, {"layer": "nvfp4"}, {"layer": amax}, is_shared=is_shared)
     assert any(node.op_type == "NVFP4Linear" for node in traced.model.graph) is not is_shared
-    weight = calibrate.quantise_weight(w, "nvfp4")
+    weight = quantise_weight(w, "nvfp4")
     values = {name: part_of(weight, part) for name, part in parts.items()}
     values = {
         name: value if isinstance(value, np.ndarray) else value[(slice(0, value.shape[0]),)] for name, value in values.items()
