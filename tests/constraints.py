@@ -28,7 +28,7 @@ class Longest(Vocabulary):
 def made_up_vocabulary(size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary) -> Vocabulary:
     """Every printable byte, ``PIECES``, and parts of characters; in an order of its own, None for the ids of ``never``."""
     single = [bytes([byte]) for byte in range(0x20, 0x7F)]
-    spelled = [*(piece.encode() for piece in PIECES), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", *single]
+    spelled = [*(piece.encode() for piece in PIECES), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xb6", b"\x9f", *single]
     order = np.random.default_rng(5).permutation(len(spelled))
     chosen = iter(spelled[index] for index in order)
     return kind(tuple(None if token in never else next(chosen, None) for token in range(size)))

@@ -11,6 +11,14 @@ FORMATS = ("date", "time", "date-time", "uuid", "email", "hostname", "ipv4", "ur
 VALUES: tuple[Any, ...] = (None, True, 0, -3, 1.5, "", "a", 'q"', "tab\t", "é", [1, "b"], {"k": None}, {})
 
 
+def random_document(source: random.Random) -> dict[str, Any]:
+    """A schema by itself, which may refer to parts of its own."""
+    made = random_schema(source)
+    if source.random() < 0.8:
+        return made
+    return {"$defs": {"it": made}, "type": "array", "prefixItems": [{"$ref": "#/$defs/it"}], "items": False, "minItems": 1}
+
+
 def random_schema(source: random.Random, depth: int = 3) -> dict[str, Any]:
     """A schema that some value is valid by."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "pattern", "format"]
@@ -62,8 +70,7 @@ def _array(source: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _any_of(source: random.Random, depth: int) -> dict[str, Any]:
-    branches = [random_schema(source, depth - 1) for _ in range(source.randrange(1, 4))]
-    return {"anyOf": branches} if source.random() < 0.7 else {"$defs": {"it": {"anyOf": branches}}, "$ref": "#/$defs/it"}
+    return {"anyOf": [random_schema(source, depth - 1) for _ in range(source.randrange(1, 4))]}
 
 
 _MAKERS = {

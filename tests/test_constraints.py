@@ -19,7 +19,7 @@ from constraints import Longest, compiled, following, made_up_vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from schemas import random_schema
+from schemas import random_document
 
 from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, RequestError, from_callback
 from dlm_runtime.constraints import compiled as kept
@@ -370,7 +370,7 @@ def noise(vocab_size: int, mask: int, ends: tuple[int, ...], seed: int) -> Bundl
 def check_random_schemas(count: int, vocabulary: Vocabulary, vocab_size: int, mask: int, ends: tuple[int, ...]) -> None:
     source, bundle = random.Random(17), noise(vocab_size, mask, ends, 3)
     for number in range(count):
-        wanted = random_schema(source)
+        wanted = random_document(source)
         automaton = compiled(schema.expression(wanted), vocabulary, vocab_size, ends, is_of_json=True)
         room = automaton.shortest + source.choice((0, 1, 5, 30))
         fields = source.choice(
