@@ -67,14 +67,15 @@ def turns(
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
-    # A full pass is for its own block alone, unless the next one's reaches back no farther than to it.
-    is_for_block = policy.cache in FULL_CACHES and not policy.refresh
     passes, step, counts = 0, 0, [0]
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
             step, counts = 0, transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
+        # A pass that opens a block or a sub-block is for that alone, unless the next one's reaches back no farther than to it.
+        is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
+        is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
         while True:
             scaffold(stage.start, stage.end)

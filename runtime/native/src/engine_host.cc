@@ -38,6 +38,8 @@ class Slots {
     for (size_t slot = 0; slot < before.size(); ++slot) put(before[slot] / stride * stride_ + before[slot] % stride, slot);
   }
 
+  int32_t kept() const { return static_cast<int32_t>(kept_); }
+
   // A pass over `cached` rows has written those of the positions from `first` on.
   void note_written(int32_t first, int32_t tokens, int32_t cached) {
     const auto from = static_cast<size_t>(first), written = static_cast<size_t>(tokens);
@@ -134,6 +136,9 @@ class HostContext final : public Context {
     pass.past_keys = pass.past_values = nothing_.data();
     const bool is_read = use != CacheUse::none && pass.cached > 0;
     const bool is_written = use != CacheUse::none && use != CacheUse::read;
+    for (const Group& group : groups_)
+      if (is_read && group.slots.kept() != pass.cached)
+        fail(DLM_INTERNAL, "a pass over %d cached rows a head, and %d are kept", pass.cached, group.slots.kept());
     if (use == CacheUse::write) lay_out(pass.batch, pass.tokens, pass.tokens);
     if (use == CacheUse::append) make_room(pass.batch, pass.cached, pass.tokens);
     if (is_read) {

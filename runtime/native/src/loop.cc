@@ -330,8 +330,9 @@ void Request::settle() {
     scaffold(now.block);
     const bool is_stored = now.use != CacheUse::none && now.use != CacheUse::read;
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // A full pass is for its own block alone, unless the next one's reaches back no farther than to it.
-    const bool is_idle = !is_undecided && policy_.cache != Cache::block && policy_.refresh == 0;
+    // A pass that opens a block or a sub-block is for that alone, unless the next one's reaches back no farther than to it.
+    const bool is_full = policy_.cache == Cache::prefix || policy_.cache == Cache::dual;
+    const bool is_idle = !is_undecided && (is_full ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided)) return;
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes && (edits_ == 0 || committed_ > 0);
