@@ -285,6 +285,7 @@ def test_ctypes_table_covers_every_function_of_the_header() -> None:
     assert sorted(_native._SIGNATURES) == sorted(functions)
     results = {
         "dlm_status": ctypes.c_int32,
+        "int32_t": ctypes.c_int32,
         "uint32_t": ctypes.c_uint32,
         "const char *": ctypes.c_char_p,
         "const dlm_policy_field *": ctypes.POINTER(_native.PolicyField),
