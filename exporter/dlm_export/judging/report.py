@@ -203,7 +203,7 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
     """``blocks.3.mlp.up`` is (3, ``blocks.*.mlp.up``); a layer outside the blocks has None."""
-    match = re.fullmatch(r"(.*?\.)?(\d{1,6})(\..+)?", layer, re.ASCII | re.DOTALL)
+    match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
     return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
 
 
