@@ -144,7 +144,7 @@ int32_t Request::count_undecided(Range range) const {
 
 void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
-  const bool is_prefix = policy_.cache == Cache::prefix, is_full = is_prefix || policy_.cache == Cache::dual;
+  const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   for (const Stage& stage : plan_) {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated;
@@ -226,7 +226,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
     check(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
   // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening one has the row before the
   // block, which predicts its first position: that position is taken as sure there, so that it commits.
-  const bool is_opening = !stage().is_repeated && (policy_.cache == Cache::prefix || policy_.cache == Cache::dual);
+  const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
     // Never below another, whatever the graph calls a probability: left undecided, it would be scored by row -1.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
@@ -331,8 +331,7 @@ void Request::settle() {
     const bool is_stored = now.use != CacheUse::none && now.use != CacheUse::read;
     const bool is_undecided = count_undecided(now.decided) > 0;
     // A pass that opens a block or a sub-block is for that alone, unless the next one's reaches back no farther than to it.
-    const bool is_full = policy_.cache == Cache::prefix || policy_.cache == Cache::dual;
-    const bool is_idle = !is_undecided && (is_full ? policy_.refresh == 0 : now.rows == now.block);
+    const bool is_idle = !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided)) return;
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes && (edits_ == 0 || committed_ > 0);

@@ -136,7 +136,7 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
            "policy: sub_block_length = %d is for block-causal attention, and this denoiser's is full: give block_length = %d instead",
            policy.sub_block_length, policy.sub_block_length);
   } else {
-    if (policy.cache == Cache::prefix || policy.cache == Cache::dual)
+    if (is_full(policy.cache))
       fail(DLM_UNSUPPORTED,
            "policy: cache = \"%s\" is for full attention, and this denoiser's is block-causal, in blocks of %d: use cache = "
            "\"block\", which is exact, or \"none\"",

@@ -71,7 +71,7 @@ Policy check_policy(const dlm_policy& given) {
   DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
 #undef DLM_CHOICE
 #undef DLM_NUMBER
-  if (out.refresh > 0 && out.cache != Cache::prefix && out.cache != Cache::dual)
+  if (out.refresh > 0 && !is_full(out.cache))
     fail(DLM_INVALID_ARGUMENT,
          "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = \"prefix\" or \"dual\", or refresh = 0",
          out.refresh, policy.cache);

@@ -25,6 +25,10 @@ enum class Compare { at_least, above };
 enum class Schedule { even };
 enum class Remask { none, edit };
 enum class Cache { none, prefix, dual, block, block_dual };
+
+// Of full attention, approximate: FULL_CACHES of exporter/dlm_export/network/passes.py.
+constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
+
 enum class Stop { eos, none };
 enum class Store { pass, reuse };
 enum class ScoreOf { prediction, draw };
