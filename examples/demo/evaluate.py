@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 import dlm_runtime
 import dlm_runtime.tokenizer
 from dlm_export.cli.options import policy_changes, set_option
+from dlm_export.judging.levels import LEVELS
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_runtime.policy import PRESETS
@@ -122,6 +123,14 @@ def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str,
         click.echo(f"{threshold:9.2f}  {right:11.1%}  {passes / len(lines):13.2f}  {tokens / passes:13.2f}  {speed:8.0f}")
 
 
+def efforts(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new_tokens: int) -> None:
+    """Print exact match and NFE at every level of effort."""
+    click.echo("effort   exact match  NFE a command")
+    for level in LEVELS:
+        result = evaluate(bundle, lines, max_new_tokens, effort=level)
+        click.echo(f"{level:7}  {statistics.mean(result['right']['all']):11.1%}  {statistics.mean(result['nfe']):13.2f}")
+
+
 @click.command()
 @click.option("--bundle", type=click.Path(path_type=Path), help="Bundle of a demo.  [default: the checkpoint, in torch]")
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Held-out .jsonl of data.py or several.py.")
@@ -132,6 +141,7 @@ def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str,
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
 @click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
 @click.option("--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99.")
+@click.option("--effort", is_flag=True, help="Measure exact match and NFE at each level of effort.")
 @click.option("--failures", is_flag=True, help="Print every command answered wrongly.")
 def main(
     bundle: Path | None,
@@ -143,6 +153,7 @@ def main(
     checkpoint: Path | None,
     loss: bool,
     thresholds: bool,
+    effort: bool,
     failures: bool,
 ) -> None:
     """Measure exact match and NFE.
@@ -152,9 +163,14 @@ def main(
     lines = [json.loads(line) for line in data.read_text().splitlines()][:count]
     if checkpoint is None and (loss or bundle is None):
         raise click.UsageError("--loss needs --checkpoint" if loss else "give --bundle or --checkpoint")
+    if effort and bundle is None:
+        raise click.UsageError("--effort is of bundles: give --bundle")
     policy = {"preset": preset, "max_new_tokens": max_new_tokens} | policy_changes(changes)
     with contextlib.ExitStack() as stack:
         opened = TorchBundle(checkpoint) if bundle is None else stack.enter_context(dlm_runtime.open(bundle))
+        if effort:
+            efforts(opened, lines, max_new_tokens)
+            return
         if thresholds:
             frontier(opened, lines, **policy)
             return

@@ -7,8 +7,8 @@ out of training is held out as there, templates that refer included; an unseen t
 Label rules, beside those of ``data.py``, so that every command has exactly one right list:
 
 - a reference means the latest call that has such a thing; rooms, contacts, objects, lists and destinations are written again;
-- ``ten minutes later``, ``after that``, ``before that`` are written as the time of day that they come to, past midnight too;
-- the result of an earlier call, which nobody knows yet, is ``$n``, where ``n`` counts calls from 1;
+- a time that an earlier call has is ``$n``, ``n`` counted from 1, with the minutes after or before it: ``$2+10``, ``$2-90``;
+- so is the result of an earlier call, which nobody knows yet: ``$n``;
 - an ``and`` alone, or a comma alone, never follows a clause that ends in free text or a list.
 """
 
@@ -293,17 +293,15 @@ class Request:
     """The open values said, lists taken apart."""
 
 
-def _later(time: str, rng: random.Random) -> tuple[str, str]:
-    """A spoken distance from a time ``HH:MM``, and the time that it comes to."""
+def _later(call: str, rng: random.Random) -> tuple[str, str]:
+    """A spoken distance from the time of ``call``, a ``$n``, and how it is written."""
     if rng.random() < 0.35:
         minutes, spoken = rng.choice(OFFSETS)
     else:
         minutes = rng.randrange(5, 60, 5)
         spoken = f"{words.number_words(minutes) if rng.random() < 0.7 else minutes} minutes"
-    tail, sign = rng.choice((("later", 1), ("later", 1), ("after that", 1), ("before that", -1)))
-    hour, minute = map(int, time.split(":"))
-    hour, minute = divmod((60 * hour + minute + sign * minutes) % (24 * 60), 60)
-    return f"{spoken} {tail}", f"{hour:02d}:{minute:02d}"
+    tail, sign = rng.choice((("later", "+"), ("later", "+"), ("after that", "+"), ("before that", "-")))
+    return f"{spoken} {tail}", f"{call}{sign}{minutes}"
 
 
 def _refer(kind: str, meant: Any, rng: random.Random) -> tuple[str, Any]:
@@ -352,7 +350,10 @@ class Speaker:
         self.calls.append(call_of(function, arguments))
         self.templates.append(template)
         self.values += values
-        self._meant |= arguments | dict.fromkeys(RESULTS.get(function.name, ()), f"${len(self.calls)}")
+        this = f"${len(self.calls)}"
+        self._meant |= arguments | dict.fromkeys(RESULTS.get(function.name, ()), this)
+        if "time" in arguments:
+            self._meant["time"] = this
 
     def _plain(self, function: Function) -> Sequence[str]:
         if self.is_template_unseen:
