@@ -1,8 +1,9 @@
-/* Generates from a bundle in C: generate BUNDLE NEW_TOKENS [ID...]
- * Prints the generated token ids on one line to stdout, passes and seconds to stderr. README.md says how to build it. */
+/* Generates text from a bundle in C: generate BUNDLE NEW_TOKENS PROMPT
+ * Prints what follows the prompt to stdout as it is decided, passes and seconds to stderr. README.md says how to build it. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "dlm_runtime.h"
 
@@ -19,39 +20,38 @@ static void report(dlm_status status, const char *sentence) {
   fprintf(stderr, "generate: %s: %s\n", dlm_status_name(status), sentence);
 }
 
+/* Whole characters, each once; anything but 0 would end the request. */
+static int32_t on_text(void *user, const char *delta, size_t size) {
+  FILE *out = user;
+  return fwrite(delta, 1, size, out) != size || fflush(out) != 0;
+}
+
 int main(int argc, char **argv) {
   dlm_generate_options options;
   dlm_generate_options_init(&options); /* the bundle's default preset; options.policy chooses another */
-  if (argc < 3 || !read_int32(argv[2], &options.max_new_tokens) || options.max_new_tokens < 0) {
-    fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS [ID...]\n");
+  if (argc != 4 || !read_int32(argv[2], &options.max_new_tokens) || options.max_new_tokens < 0) {
+    fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT\n");
     return 2;
   }
-  const size_t count = (size_t)argc - 3, capacity = count + (size_t)options.max_new_tokens;
-  char message[1024] = "no memory for the canvas";
+  char message[1024];
   dlm_bundle *bundle = NULL;
   dlm_session *session = NULL;
-  dlm_stats stats;
-  size_t length = 0;
-  dlm_status status = DLM_OUT_OF_MEMORY;
-  int32_t *tokens = calloc(capacity + 1, sizeof *tokens); /* never 0 elements */
-  for (size_t i = 0; tokens != NULL && i < count; ++i) {
-    if (read_int32(argv[3 + i], &tokens[i])) continue;
-    fprintf(stderr, "generate: \"%s\" is not a token id\n", argv[3 + i]);
-    free(tokens);
-    return 2;
-  }
-  if (tokens != NULL) status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &bundle);
+  const char *text = NULL;
+  size_t size = 0;
+  dlm_status status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &bundle);
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
   if (status != DLM_OK) report(status, message);
   if (status == DLM_OK) {
-    status = dlm_session_generate(session, &options, tokens, count, capacity, &stats, &length);
+    status = dlm_generate_text(session, &options, argv[3], strlen(argv[3]), on_text, stdout, &text, &size);
     if (status != DLM_OK) report(status, dlm_session_last_error(session));
   }
-  for (size_t i = count; i < length; ++i) printf("%s%d", i == count ? "" : " ", (int)tokens[i]);
-  if (status == DLM_OK) printf("\n");
-  if (status == DLM_OK) fprintf(stderr, "%d passes, %.3f s\n", (int)stats.nfe, stats.total_s);
+  if (status == DLM_OK) {
+    dlm_stats stats;
+    dlm_session_stats(session, &stats);
+    printf("\n");
+    fprintf(stderr, "%d passes, %.3f s\n", (int)stats.nfe, stats.total_s);
+  }
   dlm_session_destroy(session); /* before its bundle */
   dlm_bundle_destroy(bundle);
-  free(tokens);
   return status == DLM_OK ? 0 : 1;
 }

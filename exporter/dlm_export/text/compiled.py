@@ -1,0 +1,85 @@
+"""A checkpoint's tokenizer and chat template as one compiled file, proved equal, or the reason why there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlm_export.text.chat import Chat, read_chat
+from dlm_export.text.layout import BYTE_FALLBACK, WHOLE, TextTables, as_bytes
+from dlm_export.text.native import CompiledText
+from dlm_export.text.proof import prove_chats, prove_tokens
+from dlm_export.text.refusal import NotCompiled
+from dlm_export.text.vocabulary import read_tables
+from dlm_runtime.errors import BundleError, RequestError
+from dlm_runtime.tokenizer import Tokenizer
+
+TEXT_FILE = "text.bin"
+MOST_TOKENS = 1 << 20  # the largest released vocabulary has 262,144
+_CHATS_AT_ONCE = 200
+_REASON_LIMIT = 400  # characters
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """``data``: the file, None where there is none. ``entry``: what the manifest says of it."""
+
+    data: bytes | None
+    entry: dict[str, str]
+
+
+def compile_text(tokenizer: Tokenizer, template: str | None) -> Compiled:
+    """The compiled file of a tokenizer and the chat template that it runs (None: it has none)."""
+    try:
+        tables = _tables(json.loads(tokenizer.as_json()), tokenizer)
+    except (NotCompiled, BundleError, RequestError) as err:
+        return Compiled(None, {"refused": _reason(err)})
+    chat, reason = Chat(), "it has no chat template"
+    if template is not None:
+        try:
+            chat = _chat(template, tables, tokenizer)
+        except (NotCompiled, RequestError) as err:
+            reason = _reason(err)
+    if chat.roles:
+        return Compiled(as_bytes(replace(tables, chat=chat)), {"file": TEXT_FILE})
+    refused = {} if template is None else {"chat_refused": reason}
+    return Compiled(as_bytes(replace(tables, chat=Chat(reason=reason))), {"file": TEXT_FILE} | refused)
+
+
+def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
+    if tokenizer.size > MOST_TOKENS:
+        raise NotCompiled(f"its highest token id is {tokenizer.size - 1}, above {MOST_TOKENS - 1}")
+    tables = read_tables(found, tokenizer.names(range(tokenizer.size)))
+    if not tables.flags & BYTE_FALLBACK:
+        tables = _with_wholes(tables)
+    added = [token["content"] for token in found["added_tokens"]]
+    vocabulary = [text for token in tables.tokens if (text := token.decode("utf-8", "ignore"))]
+    prove_tokens(CompiledText(as_bytes(tables)), tokenizer, vocabulary, added)
+    return tables
+
+
+def _with_wholes(tables: TextTables) -> TextTables:
+    """The tables with those tokens marked that a piece of their own text comes to: the usual word is then found at once."""
+    compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
+    for token, text in enumerate(tables.tokens):
+        if text and text.isascii() and compiled.encode(text) == [token]:
+            token_flags[token] |= WHOLE
+    return replace(tables, token_flags=token_flags)
+
+
+def _chat(template: str, tables: TextTables, tokenizer: Tokenizer) -> Chat:
+    def render(chats: Any) -> list[str | None]:
+        parts = (chats[first : first + _CHATS_AT_ONCE] for first in range(0, len(chats), _CHATS_AT_ONCE))
+        return [text for part in parts for text in tokenizer.render_each(part)]
+
+    chat = read_chat(template, render)
+    if not prove_chats(CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat):
+        raise NotCompiled("no chat of the proof has a compiled form")
+    return chat
+
+
+def _reason(err: Exception) -> str:
+    text = " ".join(str(err).split())
+    return text if len(text) <= _REASON_LIMIT else text[: _REASON_LIMIT - 3] + "..."

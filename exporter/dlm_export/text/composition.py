@@ -1,0 +1,57 @@
+"""Unicode's canonical composition (NFC) as tables, of the version that the tokenizers library has."""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from dataclasses import dataclass
+
+import numpy as np
+
+CODE_POINTS = 0x110000
+LAST_PLANE = 0x30000  # from here on nothing composes
+STARTS = 255
+"""The class of a character that starts something, and may change by what it stands next to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Composition:
+    """``classes`` uint8 ``[0x110000]``: 0 for what stays as it is, STARTS, or a combining class. ``decompositions``: by code
+    point, whole; ``pairs``: two code points, and what they become. Hangul syllables follow a rule, and are in neither."""
+
+    classes: np.ndarray
+    decompositions: dict[int, tuple[int, ...]]
+    pairs: dict[tuple[int, int], int]
+
+
+@functools.cache
+def composition() -> Composition:
+    """The tables: Python's, less what the library does not know yet. Proved beside the library like all else."""
+    from tokenizers import normalizers
+
+    composed, decomposed = normalizers.NFC().normalize_str, normalizers.NFD().normalize_str
+    classes = np.zeros(CODE_POINTS, np.uint8)
+    decompositions: dict[int, tuple[int, ...]] = {}
+    pairs: dict[tuple[int, int], int] = {}
+    for point in range(0x80, LAST_PLANE):
+        letter = chr(point)
+        order, mapping = unicodedata.combining(letter), unicodedata.decomposition(letter)
+        # A mark that the library knows goes before U+0345, whose class is above all others.
+        if order and (order >= 240 or decomposed("\u0345" + letter)[0] != "\u0345"):
+            classes[point] = order
+        if not mapping or mapping.startswith("<"):
+            continue
+        whole = decomposed(letter)
+        if whole == letter:
+            continue  # newer than the library
+        decompositions[point] = tuple(map(ord, whole))
+        if composed(letter) == letter:
+            first, second = (int(part, 16) for part in mapping.split())
+            pairs[first, second] = point
+        elif not classes[point]:
+            classes[point] = STARTS
+    for _, second in pairs:
+        if not classes[second]:
+            classes[second] = STARTS
+    classes[0x1161:0x1176] = classes[0x11A8:0x11C3] = STARTS  # vowels and tails of Hangul
+    return Composition(classes, decompositions, pairs)

@@ -1,0 +1,510 @@
+"""Compiled text files: equal to tokenizers and Jinja wherever there is one, and refused with the reason where not."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as C
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_files
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_native import SANITIZE, compile_c, sanitized, succeed  # noqa: F401  (a fixture)
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+import dlm_runtime
+from dlm_export.text import samples
+from dlm_export.text.compiled import compile_text
+from dlm_export.text.native import CompiledText
+from dlm_export.text.refusal import NotCompiled
+from dlm_export.text.splits import Split, Splits, compile_splits
+from dlm_runtime import Bundle, BundleError, RequestError, _native
+from dlm_runtime.tokenizer import Tokenizer as Oracle
+
+NAMES = [*tokenizer_files.DEMOS, *tokenizer_files.MADE]
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|system|>Be kind.\n{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As instructions are set for a denoiser whose template knows pairs of messages alone.
+PAIRS = (
+    "{% if messages[0].role == 'system' %}{% set first = '[S]' + messages[0].content | trim + '[/S]' %}"
+    "{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turns') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token }}[I]{{ first if loop.first else '' }}{{ m.content | trim }}[/I]"
+    "{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+class Pair:
+    """A tokenizer in both forms."""
+
+    def __init__(self, data: str, template: str | None = None) -> None:
+        self.oracle = Oracle(data.encode(), template, {"bos_token": "<s>", "eos_token": "</s>"})
+        self.made = compile_text(self.oracle, template)
+        assert self.made.data is not None, self.made.entry
+        self.native = CompiledText(self.made.data)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[Callable[[str], Pair]]:
+    found: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in found:
+            found[name] = Pair(tokenizer_files.made(name), CHATML)
+        return found[name]
+
+    yield get
+    for pair in found.values():
+        pair.oracle.close()
+
+
+# ---- Tokens ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_encoded_as_the_library_encodes_it(pairs: Callable[[str], Pair], name: str) -> None:
+    pair = pairs(name)
+    texts = [
+        *samples.lines(600, ["the", "ing", " a", LETTER], ["<|end|>", "<pad>", "<sep>", "e\u0301a", "éa", "<tool>s"], seed=11)
+    ]
+    expected = pair.oracle.encode_each(texts)
+    assert [pair.native.encode(text) for text in texts] == expected
+    assert len({*map(tuple, expected)}) > 500
+    assert [pair.native.encode(text, is_prompt=True) for text in texts[:9]] == [pair.oracle.encode(text) for text in texts[:9]]
+
+
+LETTER = tokenizer_files.LETTER
+PIECES = st.sampled_from(
+    ["<|end|>", "<pad>", "<sep>", "éa", "e\u0301a", "  ", LETTER, "'\u017f", "\u0323\u0307", "\u1100\u1161\u11a8", "\r\n"]
+)
+
+
+@given(st.lists(st.one_of(st.text(max_size=12), PIECES), max_size=8).map("".join))
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_encoded_and_decoded_alike(pairs: Callable[[str], Pair], text: str) -> None:
+    for name in ("Qwen", "Llama 2", "demo-denoiser"):
+        pair = pairs(name)
+        ids = pair.oracle.encode_plain(text)
+        assert pair.native.encode(text) == ids
+        assert pair.native.decode(ids) == pair.oracle.decode(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_decoded_as_the_library_decodes_them(pairs: Callable[[str], Pair], name: str) -> None:
+    pair = pairs(name)
+    rows = [*samples.rows(400, pair.oracle.size + 20, seed=5)]
+    assert [pair.native.decode(row) for row in rows] == pair.oracle.decode_each(rows)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_however_ids_are_cut_the_parts_are_whole_characters_of_one_text(
+    pairs: Callable[[str], Pair], data: st.DataObject
+) -> None:
+    for name in ("GPT-2", "Gemma", "Llama 2"):
+        pair = pairs(name)
+        parts = data.draw(st.lists(st.lists(st.integers(0, pair.oracle.size), max_size=5), min_size=1, max_size=6))
+        found = pair.native.decode_parts(parts)
+        assert "".join(found) == pair.native.decode([token for part in parts for token in part])
+
+
+def test_a_character_comes_with_its_last_byte_and_not_before(pairs: Callable[[str], Pair]) -> None:
+    pair = pairs("GPT-2")
+    ids = pair.native.encode("a𐤀b")
+    found = pair.native.decode_parts([[token] for token in ids])
+    assert [each for each in found if each] == ["a", "𐤀", "b"]
+    assert pair.native.decode_parts([ids[:2], []]) == ["a", "\ufffd"]
+
+
+def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pair]) -> None:
+    with pytest.raises(RequestError, match=r"the text is no UTF-8: byte 3 starts no whole character"):
+        pairs("GPT-2").native.encode(b"abc\xff")
+
+
+# ---- Splits ----
+
+
+def cut(splits: Splits, text: str) -> list[str]:
+    """What the native library makes of the first split, in Python."""
+    table, pieces, at, done = splits.tables[0], [], 0, 0
+    columns = [*(int(splits.classes[ord(letter)]) for letter in text), splits.count]
+    while at < len(text):
+        state, end = 0, at
+        for place in range(at, len(columns)):
+            entry = int(table[state, columns[place]])
+            if entry & 1:
+                end = place
+            if entry < 2:
+                break
+            state = entry // 2 - 1
+        if end > at:
+            pieces += [text[done:at], text[at:end]]
+            done = end
+        at = max(end, at + 1)
+    return [piece for piece in [*pieces, text[done:]] if piece]
+
+
+ATOMS = st.sampled_from(
+    ["a", "b", r"\s", r"\S", "[ab]", "[^a]", r"\p{L}", r"[^\s\p{L}]", ".", r"\n", "(?i:k)", r"[\r\n]", "-", r"\d"]
+)
+REPEATS = st.sampled_from(["", "", "", "?", "*", "+", "{2}", "{1,3}", "{2,}"])
+LOOKS = st.sampled_from(["", "", "", r"(?!\S)", r"(?=\s)", "(?!a)"])
+
+
+@st.composite
+def patterns(draw: st.DrawFn, depth: int = 1) -> str:
+    def part() -> str:
+        inner = draw(ATOMS) if depth == 0 or draw(st.booleans()) else f"(?:{draw(patterns(depth - 1))})"
+        return inner + draw(REPEATS)
+
+    choices = ["".join(part() for _ in range(draw(st.integers(1, 3)))) + draw(LOOKS) for _ in range(draw(st.integers(1, 3)))]
+    return "|".join(choices)
+
+
+@given(patterns(), st.lists(st.text("ab kK\u212a\n\r\t-1é\u00a0", max_size=12), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_patterns_cut_text_where_the_librarys_expressions_do(pattern: str, texts: list[str]) -> None:
+    try:
+        splits = compile_splits([Split(pattern)])
+    except NotCompiled as err:
+        assume("no length" not in str(err) and "states" not in str(err))
+        raise
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for text in texts:
+        assert cut(splits, text) == [piece for piece, _ in split.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"a*", "matches texts of no length"),
+        (r"(?<=a)b", "a group of that kind at character 0"),
+        (r"(?!ab)c", "something before the ) of a group at character 4"),
+        (r"a+?b", "a lazy or possessive repeat at character 2"),
+        (r"a++b", "a lazy or possessive repeat at character 2"),
+        (r"\bword", "\\b at character 0"),
+        (r"^a", "'^' at character 0"),
+        (r"[a[b]]", "a class of that kind at character 2"),
+        (r"[a&&b]", "a class of that kind at character 2"),
+        (r"\p{Nonsense}", r"names \p{Nonsense}, which is none"),
+        (r"a)", "an unmatched )"),
+        (r"(?:a?b*)+c", "an endless repeat of what may have no length"),
+        (r"a{99}", "such counts"),
+        (r"(?:a?){60}(?:a?){60}(?:[ab]{60}){60}", "more than 2048 places"),
+        (r"(?:a|b)+a(?:a|b){12}", "more than 1024 states"),
+    ],
+)
+def test_a_pattern_that_is_not_compiled_says_where_and_why(pattern: str, reason: str) -> None:
+    with pytest.raises(NotCompiled, match=re.escape(reason)):
+        compile_splits([Split(pattern)])
+
+
+# ---- What is refused ----
+
+
+def changed(name: str, *path: Any, value: Any) -> str:
+    found = json.loads(tokenizer_files.made(name))
+    at = found
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return json.dumps(found)
+
+
+REFUSED = {
+    "WordPiece": lambda: Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).to_str(),
+    "Unigram": lambda: Tokenizer(models.Unigram([("a", -1.0)])).to_str(),
+    "add_prefix_space": lambda: changed("GPT-2", "pre_tokenizer", "add_prefix_space", value=True),
+    "single_word": lambda: changed("GPT-2", "added_tokens", 0, "single_word", value=True),
+    "normalises by Lowercase": lambda: changed("GPT-2", "normalizer", value={"type": "Lowercase"}),
+    "does not decode by ByteLevel": lambda: changed("GPT-2", "decoder", value=None),
+    "no tokens for the bytes": lambda: changed("Gemma", "model", "byte_fallback", value=False),
+    "'dropout'|has dropout": lambda: changed("GPT-2", "model", "dropout", value=0.5),
+    "splits text by .*Metaspace": lambda: changed(
+        "Gemma", "pre_tokenizer", value=json.loads(pre_tokenizers.Metaspace().__getstate__())
+    ),
+    "tokens around text by Bert": lambda: changed(
+        "GPT-2", "post_processor", value={"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_not_compiled_is_told_by_name(reason: str) -> None:
+    oracle = Oracle(REFUSED[reason]().encode(), None, {})
+    made = compile_text(oracle, None)
+    oracle.close()
+    assert made.data is None
+    assert re.search(reason, made.entry["refused"])
+
+
+def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge less than the tokenizer has."""
+    from dlm_export.text import compiled
+
+    read = compiled.read_tables
+    monkeypatch.setattr(
+        compiled,
+        "read_tables",
+        lambda *given: (t := read(*given)).__class__(**{**vars(t), "merges": np.delete(t.merges, 1, 0)}),
+    )
+    oracle = Oracle(tokenizer_files.made("GPT-2").encode(), None, {})
+    made = compile_text(oracle, None)
+    oracle.close()
+    assert made.data is None
+    assert re.match(r"the compiled form encodes '.*' to \[.*\], and tokenizers to \[", made.entry["refused"])
+
+
+# ---- Chats ----
+
+
+def check_chats(pair: Pair, fewest: int) -> None:
+    """Chats come out as Jinja's, or are refused, and at least so many are not refused."""
+    chats = [*samples.chats(400, ("system", "user", "assistant", "tool"), ["</think>", "<tool_response>"], seed=9)]
+    equal = 0
+    for messages, expected in zip(chats, pair.oracle.render_each(chats), strict=True):
+        try:
+            found = pair.native.render(messages)
+        except RequestError:
+            continue
+        assert found == expected
+        equal += 1
+    assert equal >= fewest
+
+
+@pytest.mark.parametrize(("template", "fewest"), [(CHATML, 400), (PAIRS, 100)])
+def test_chats_are_rendered_as_jinja_renders_them(template: str, fewest: int) -> None:
+    pair = Pair(tokenizer_files.made("GPT-2"), template)
+    check_chats(pair, fewest)
+    pair.oracle.close()
+
+
+def _said(*roles: str, content: str = "x") -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (PAIRS, _said("user", "user"), "message 1: the chat template has no such order of roles"),
+        (PAIRS, _said("assistant"), "message 0: the chat template has no such order of roles"),
+        (CHATML, _said("critic"), 'message 0: role "critic" is not one of: system, user, assistant, tool'),
+        (CHATML, [], "the chat has no messages"),
+        (CHATML + "{% if 'magic' in messages[0].content %}!{% endif %}", _said("user", content="a magic b"), '"magic"'),
+        (CHATML.replace("m.content", "(m.content or 'nothing')"), _said("user", content=""), "an empty content"),
+        (CHATML.replace("m.content", "(m.content | escape if m.role == 'tool' else m.content)"), _said("tool"), "does more"),
+        ("{{ messages | length }}{{ messages[0].content }}", _said("user", "user"), "no compiled chat|no such order"),
+    ],
+)
+def test_a_chat_that_is_more_than_segments_is_refused(template: str, messages: list[dict[str, str]], reason: str) -> None:
+    pair = Pair(tokenizer_files.made("GPT-2"), template)
+    with pytest.raises(RequestError, match=reason.replace("(", r"\(")):
+        pair.native.render(messages)
+    pair.oracle.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "it has no chat template"),
+        ("{{ messages | tojson }}", "no chat of the proof has a compiled form"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "has no plain place|more with such"),
+        ("{{ messages[0].content }}{{ now() }}", "has no plain place"),
+        ("{% for %}", "none that Jinja reads|has no plain place"),
+        (
+            CHATML + "{% if messages | length > 3 %}{{ raise_exception('long') }}{% endif %}",
+            "which no two of these roles do alone",
+        ),
+    ],
+)
+def test_a_template_without_segments_is_left_out_with_the_reason(template: str | None, reason: str) -> None:
+    pair = Pair(tokenizer_files.made("GPT-2"), template)
+    with pytest.raises(RequestError, match=f"this bundle holds no compiled chat: .*{reason}|{reason}"):
+        pair.native.render(_said("user"))
+    assert pair.made.entry.get("chat_refused") is None or re.search(reason, pair.made.entry["chat_refused"])
+    pair.oracle.close()
+
+
+# ---- Files ----
+
+
+def test_damaged_files_are_refused_or_harmless_under_sanitizers(
+    pairs: Callable[[str], Pair],
+    sanitized: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    files = []
+    for name in ("Qwen", "Llama 2"):
+        files.append(tmp_path / name)
+        data = pairs(name).made.data
+        assert data is not None
+        files[-1].write_bytes(data)
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "text_test", *files), re.MULTILINE)
+
+
+def test_every_call_for_text_is_clean_down_its_error_paths(
+    sanitized: Path,  # noqa: F811
+    demo_bundle: Path,
+    tmp_path: Path,
+) -> None:
+    driver = compile_c(tmp_path / "text_driver", Path(__file__).parent / "text_driver.c", sanitized, *SANITIZE)
+    out = succeed(driver, demo_bundle, ASAN_OPTIONS="detect_leaks=1")
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", out, re.MULTILINE)
+
+
+def test_a_file_of_another_version_is_refused() -> None:
+    with pytest.raises(
+        RequestError, match=r"a text file of version 9, and this library knows version 1: build the bundle again"
+    ):
+        CompiledText(b"DLMTEXT\x09" + bytes(200))
+    with pytest.raises(BundleError, match="not a compiled text file, or cut off"):
+        CompiledText(b"DLMTEXT\x01")
+
+
+# ---- Bundles ----
+
+
+def _text(bundle: Bundle) -> C.c_void_p:
+    text, message = C.c_void_p(), C.create_string_buffer(_native.MESSAGE_BYTES)
+    status = _native.library().dlm_bundle_text(bundle._handle, message, len(message), C.byref(text))
+    if status:
+        raise _native.error(status, message.value)
+    return text
+
+
+def test_a_bundle_without_a_tokenizer_says_so(llada_bundle: Path) -> None:
+    with (
+        dlm_runtime.open(llada_bundle, engine="none") as bundle,
+        pytest.raises(RequestError, match="this bundle holds no compiled text: it has no tokenizer, or was built before"),
+    ):
+        _text(bundle)
+
+
+def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(demo_bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(demo_bundle, tmp_path / "bundle"))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    assert manifest["text"] == {"file": "text.bin"}
+    (copy / "text.bin").write_bytes(b"x" * manifest["files"]["text.bin"]["bytes"])
+    with pytest.raises(BundleError, match=r"text\.bin: its SHA-256 is not the manifest's"):
+        dlm_runtime.open(copy, engine="none")
+    with (
+        dlm_runtime.open(copy, engine="none", check_hashes=False) as bundle,
+        pytest.raises(BundleError, match=r"bundle/text\.bin: not a compiled text file, or cut off"),
+    ):
+        _text(bundle)
+
+
+@pytest.fixture(scope="module")
+def demo(demo_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(demo_bundle, threads=1) as bundle:
+        yield bundle
+
+
+class Run:
+    """What ``dlm_generate_text`` or ``dlm_generate_chat`` gave."""
+
+    def __init__(self, bundle: Bundle, given: str | list[dict[str, str]], stop_at: int | None = None, **options: Any) -> None:
+        library = _native.library()
+        self.deltas: list[str] = []
+
+        def on_text(_: int, delta: int, size: int) -> int:
+            assert C.string_at(delta, size + 1)[-1] == 0
+            self.deltas.append(C.string_at(delta, size).decode())
+            return int(stop_at is not None and len(self.deltas) == stop_at)
+
+        chosen, policy = _native.initialised(_native.GenerateOptions), options.pop("policy", None)
+        chosen.policy = None if policy is None else C.pointer(policy)
+        for name, value in options.items():
+            setattr(chosen, name, value)
+        text, size = C.c_void_p(), C.c_size_t()
+        session, message = C.c_void_p(), C.create_string_buffer(100)
+        assert library.dlm_session_create(bundle._handle, message, len(message), C.byref(session)) == 0
+        tail = (_native.TextFn(on_text), None, C.byref(text), C.byref(size))
+        if isinstance(given, str):
+            self.status = library.dlm_generate_text(session, C.byref(chosen), given.encode(), len(given.encode()), *tail)
+        else:
+            messages = [_native.Message(each["role"].encode(), (said := each["content"].encode()), len(said)) for each in given]
+            array = (_native.Message * len(messages))(*messages)
+            self.status = library.dlm_generate_chat(session, C.byref(chosen), array, len(messages), *tail)
+        self.error = library.dlm_session_last_error(session).decode()
+        self.text = None if not text.value else C.string_at(text, size.value).decode()
+        library.dlm_session_destroy(session)
+
+
+@pytest.mark.parametrize("preset", ["llada", "fast-dllm"])
+def test_text_comes_out_of_c_as_out_of_python(demo: Bundle, preset: str) -> None:
+    from dlm_runtime.request import native_policy
+
+    policy = native_policy(demo.policy(preset))
+    for prompt in ("turn on the kitchen lights", "remind me on friday at nine to ask about the kayak 🛶"):
+        expected = demo.generate(prompt=prompt, max_new_tokens=48, preset=preset)
+        run = Run(demo, prompt, max_new_tokens=48, policy=policy)
+        assert (run.status, run.error, run.text) == (0, "", expected.text)
+        assert "".join(run.deltas) == run.text
+        chat = [{"role": "user", "content": prompt}]
+        expected = demo.generate(chat=chat, max_new_tokens=48, preset=preset)
+        assert Run(demo, chat, max_new_tokens=48, policy=policy).text == expected.text
+    assert run.text
+    assert len(run.deltas) > 1
+
+
+def test_a_request_for_text_is_stopped_and_refused_like_any_other(demo: Bundle) -> None:
+    stopped = Run(demo, "turn on the lights", stop_at=1, max_new_tokens=48)
+    assert (stopped.status, stopped.text, len(stopped.deltas)) == (7, None, 1)
+    assert "asked to stop" in stopped.error
+    too_long = Run(demo, "x", max_new_tokens=10**6)
+    assert too_long.status == 1
+    assert "longer than the denoiser's" in too_long.error
+    refused = Run(demo, [{"role": "critic", "content": "x"}], max_new_tokens=8)
+    assert refused.status == 1
+    assert 'role "critic"' in refused.error
+    ended = Run(demo, "turn on the lights", max_new_tokens=48, max_steps=1)
+    assert ended.status == 0
+
+
+# ---- Released tokenizers ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tokenizer_files.RELEASED)
+def test_released_tokenizers_are_compiled_and_equal(name: str) -> None:
+    folder = tokenizer_files.released(name)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    special = {key: config[key] for key in ("bos_token", "eos_token") if isinstance(config.get(key), str)}
+    template = config.get("chat_template")
+    oracle = Oracle((folder / "tokenizer.json").read_bytes(), template, special)
+    with contextlib.closing(oracle):
+        made = compile_text(oracle, template)
+        assert made.entry == {"file": "text.bin"}
+        assert made.data is not None
+        native = CompiledText(made.data)
+        texts = [*samples.lines(20_000, seed=77)]
+        for first in range(0, len(texts), 250):
+            part = texts[first : first + 250]
+            assert [native.encode(text) for text in part] == oracle.encode_each(part)
+        for text in texts[:2000]:
+            ids = native.encode(text)
+            assert native.decode_parts(np.array_split(np.array(ids, int), 3)) is not None
+        if template is None:
+            return
+        rendered = 0
+        chats = [
+            *samples.chats(600, ("system", "user", "assistant", "tool"), ["</think>", "<think>", "<tool_response>"], seed=4)
+        ]
+        for messages, expected in zip(
+            chats, [text for at in range(0, 600, 200) for text in oracle.render_each(chats[at : at + 200])], strict=True
+        ):
+            with contextlib.suppress(RequestError):
+                assert native.render(messages) == expected
+                rendered += 1
+        assert rendered > 100

