@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dlm_export.cli import building, capturing, inspecting, judging, planning, running
+from dlm_export.cli import building, capturing, conversing, fitting, inspecting, judging, planning, running
 from dlm_export.cli.printing import one_line
 from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError
@@ -20,7 +20,7 @@ COMMANDS = (
     inspecting.inspect,
     *(building.build, building.quantize, building.engine),
     *(judging.verify, judging.compare, judging.report, capturing.capture),
-    *(running.run, running.bench),
+    *(fitting.effort, running.run, conversing.chat, running.bench),
     *(planning.plan, planning.targets),
 )
 

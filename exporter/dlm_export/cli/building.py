@@ -30,6 +30,7 @@ from dlm_export.cli.printing import (
     Bars,
     block_left_out,
     format_bytes,
+    print_effort,
     print_json,
     print_kernels,
     print_table,
@@ -172,6 +173,8 @@ def print_build(report: BuildReport) -> None:
         print_judgement(report.judgement)
     if report.threshold is not None:
         print_threshold(report.threshold)
+    if report.levels is not None:
+        print_effort(report.levels.as_dict())
     if report.cache is not None:
         print_cache(report.cache)
     if report.simulated:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from dlm_export.cli.options import FILE
+from dlm_export.cli.options import FILE, read_json_file
 
-if TYPE_CHECKING:
-    from dlm_runtime import Bundle
-
-SCHEMA_LIMIT_BYTES = 4 << 20
 _KINDS = {"schema": "--schema", "regex": "--regex", "enum": "--enum", "json_object": "--json-object"}
 
 
@@ -29,33 +24,32 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(0, 64),
             help="How often a schema may lie within itself; of --json-object, its depth.",
         ),
+        click.option(
+            "--constrain-from",
+            type=click.IntRange(0),
+            metavar="CHARACTERS",
+            help="With --infill: the constraint is of the text behind so many characters of it, not of its hole alone.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def take_constraint(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the options out of a command's values: what ``Bundle.constraint`` is given, empty where none was."""
-    from dlm_runtime.errors import RequestError
-    from dlm_runtime.files import parse_json, read_text
+def take_constraint(values: dict[str, Any], is_infill: bool = False) -> dict[str, Any]:
+    """Takes the options out of a command's values: what ``Bundle.constraint`` is given, empty where none was.
 
+    Beside it ``constrain_from``, which ``Bundle.infill`` takes, where it was given.
+    """
     given = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, (), False)}
-    max_depth = values.pop("max_depth")
+    max_depth, first = values.pop("max_depth"), values.pop("constrain_from")
+    if first is not None and not (is_infill and given):
+        raise click.UsageError(f"--constrain-from is of --infill, with one of {', '.join(_KINDS.values())}")
     if len(given) > 1:
         raise click.UsageError(f"give one of {', '.join(_KINDS[name] for name in given)}")
     if max_depth is not None and not given.keys() & {"schema", "json_object"}:
         raise click.UsageError("--max-depth is of --schema and --json-object")
     if "schema" in given:
-        path: Path = given["schema"]
-        try:
-            given["schema"] = parse_json(read_text(path, SCHEMA_LIMIT_BYTES, RequestError))
-        except ValueError as err:
-            raise err if isinstance(err, RequestError) else RequestError(f"{path}: not readable as JSON ({err})") from err
-    return given | ({} if max_depth is None else {"max_depth": max_depth})
-
-
-def add_constraint(bundle: Bundle, request: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compiles what ``take_constraint`` found into a request."""
-    if wanted:
-        request["constraint"] = bundle.constraint(**wanted)
+        given["schema"] = read_json_file(given["schema"])
+    beside = {"max_depth": max_depth, "constrain_from": first}
+    return given | {name: value for name, value in beside.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
-from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_kernels, print_table
+from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_effort, print_json, print_kernels, print_table
 
 if TYPE_CHECKING:
     from dlm_export.families.base import Overrides
@@ -173,6 +173,8 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     print_table("Files", ["", "size"], [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()])
     if "kernels" in manifest:
         print_kernels(manifest["kernels"])
+    if "effort" in manifest:
+        print_effort(manifest["effort"])
     rows = [
         [
             name,

@@ -35,6 +35,8 @@ class _File(click.Path):
         return path
 
 
+JSON_LIMIT_BYTES = 4 << 20
+
 # What is read has to be there, which is told before anything is loaded.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = _File(exists=True, dir_okay=False, path_type=Path)
@@ -100,6 +102,7 @@ def opening(values: dict[str, Any]) -> Opening:
     return Opening(**{name: values.pop(name) for name in ("engine", "provider", "allow_fallback", "threads")})
 
 
+effort_option = click.option("--effort", help="Loop fitted to data: instant, low, medium or high; see `dlm-export effort`.")
 preset_option = click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
 set_option = click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any field of the policy; repeatable.")
 threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")
@@ -275,6 +278,17 @@ def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
     for name in names:
         if values.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
+
+
+def read_json_file(path: Path) -> Any:
+    """What a file of an option says. Raises RequestError that names it."""
+    from dlm_runtime.errors import RequestError
+    from dlm_runtime.files import parse_json, read_text
+
+    try:
+        return parse_json(read_text(path, JSON_LIMIT_BYTES, RequestError))
+    except ValueError as err:
+        raise err if isinstance(err, RequestError) else RequestError(f"{path}: not readable as JSON ({err})") from err
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:

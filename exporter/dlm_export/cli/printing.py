@@ -9,12 +9,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from dlm_runtime import Generation
+
 WORD_LIMIT, LINE_LIMIT = 400, 5000  # characters: of a path or a name, and of an error with TensorRT's reasons
 
+FEW_SAMPLES = 32  # of effort levels: fewer do not tell a tenth of the quality
 LINE_EVERY_S = 10.0  # of progress where stderr is no terminal
 
 
@@ -26,6 +30,19 @@ def one_line(text: object) -> str:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
+
+
+def for_terminal(text: str) -> str:
+    """Text of several lines without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def how_it_went(done: Generation, *beside: str) -> str:
+    """Passes, time and why it ended early, if it did, of a generation; ``beside`` is told too."""
+    passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
+    left = sum(done.undecided)
+    ended = f", ended by {done.finish}, {left} tokens undecided" if left else ""
+    return ", ".join([passes, f"{done.timings['total'] * 1e3:.1f} ms", *beside]) + ended
 
 
 def print_json(value: Any) -> None:
@@ -151,3 +168,22 @@ def _rich_bars() -> Any:
             return Text(told_progress(task.description, int(task.completed), int(task.total or 0), task.elapsed or 0.0))
 
     return Progress(BarColumn(), Told(), console=Console(stderr=True))
+
+
+def print_effort(effort: Mapping[str, Any]) -> None:
+    """Effort levels as the manifest has them, and what they rest on."""
+    how = "a replay of runs under it" if effort["found_by"] == "replay" else "generations"
+    title = f"Effort, loops of {effort['preset']}, by {how} of {effort['samples']} samples"
+    kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
+    rows = [
+        [
+            name,
+            f"{point['quality']:.1%}",
+            f"{point['nfe']:.2f}",
+            ", ".join(f"{field} {value}" for field, value in point["changes"].items()) or "as the preset",
+        ]
+        for name, point in effort["levels"].items()
+    ]
+    print_table(title, ["", kind, "NFE", "loop"], rows)
+    if effort["samples"] < FEW_SAMPLES:
+        click.echo(f"{effort['samples']} samples tell little of levels: `dlm-export effort` fits them on more.")

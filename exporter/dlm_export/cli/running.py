@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dlm_export.cli.constraining import add_constraint, constraint_options, take_constraint
+from dlm_export.cli.constraining import constraint_options, take_constraint
+from dlm_export.cli.conversing import conversation_options, take_conversation, take_tools
 from dlm_export.cli.options import (
     CHECKPOINT,
+    effort_option,
     engine_option,
     json_option,
     opening,
@@ -22,7 +25,7 @@ from dlm_export.cli.options import (
     set_option,
     threads_option,
 )
-from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown
+from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
 from dlm_export.signals import cancelling
 from dlm_runtime import Generation
 
@@ -30,12 +33,14 @@ from dlm_runtime import Generation
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
 @click.option("--prompt", help="Text in front of the canvas; - reads stdin.")
-@click.option("--chat", help="A user's message, put through the bundle's chat template.")
+@conversation_options
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
 @click.option("--infill", help="Text with holes, each written <mask>, which are filled.")
+@click.option("--prefix", default="", metavar="TEXT", help="What the answer starts with, as part of a constrained text.")
 @click.option("--hole-tokens", help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]")
 @click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Mask tokens to fill.")
 @preset_option
+@effort_option
 @click.option("--steps", type=click.IntRange(0), default=0, help="Passes planned for the whole generation; 0: the preset's.")
 @click.option("--block-length", type=click.IntRange(0), help="Tokens decided before the next block; 0: all in one.")
 @click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
@@ -64,12 +69,13 @@ from dlm_runtime import Generation
 def run(
     bundle: Path,
     prompt: str | None,
-    chat: str | None,
     tokens: str | None,
     infill: str | None,
+    prefix: str,
     hole_tokens: str | None,
     max_new_tokens: int,
     preset: str | None,
+    effort: str | None,
     steps: int,
     changes: tuple[str, ...],
     max_steps: int,
@@ -84,35 +90,42 @@ def run(
 
     Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --max-new-tokens 64 --preset fast-dllm
     """
-    if sum(value is not None for value in (prompt, chat, tokens, infill)) != 1:
-        raise click.UsageError("give one of --prompt, --chat, --tokens and --infill")
+    conversation, tools = take_conversation(fields), take_tools(fields)
+    if sum(value is not None for value in (prompt, conversation, tokens, infill)) != 1:
+        raise click.UsageError("give one of --prompt, --chat, --messages, --tokens and --infill")
     if hole_tokens is not None and infill is None:
         raise click.UsageError("--hole-tokens is of --infill")
+    if prefix and prompt is None and conversation is None:
+        raise click.UsageError("--prefix is of --prompt, --chat and --messages")
     if watch and infill is not None:
         raise click.UsageError("--watch shows one canvas, and --infill may try several: leave one of them out")
     cancel = threading.Event()
     request: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "preset": preset,
+        "effort": effort,
         "steps": steps,
         "max_steps": max_steps,
         "deadline_ms": deadline_ms,
         "stop_strings": stop_strings,
         "cancel": cancel,
     }
-    how, wanted = opening(fields), take_constraint(fields)
+    how, wanted = opening(fields), take_constraint(fields, infill is not None)
     policy = {name: value for name, value in fields.items() if value is not None}
-    request |= policy | policy_changes(changes)
+    request |= policy | policy_changes(changes) | tools
     if prompt is not None:
-        request["prompt"] = sys.stdin.read() if prompt == "-" else prompt
-    elif chat is not None:
-        request["chat"] = [{"role": "user", "content": chat}]
+        request |= {"prompt": sys.stdin.read() if prompt == "-" else prompt, "prefix": prefix}
+    elif conversation is not None:
+        request |= {"chat": conversation, "prefix": prefix}
     elif infill is not None:
         del request["max_new_tokens"]
     else:
         request["tokens"] = _integers("--tokens", tokens or "")
     with how.open(bundle) as opened, cancelling(cancel):
-        add_constraint(opened, request, wanted)
+        if wanted.get("constrain_from") is not None:
+            request |= wanted
+        elif wanted:
+            request["constraint"] = opened.constraint(before=prefix, **wanted)
         if watch:
             from dlm_export.cli.watch import watch as show
 
@@ -131,6 +144,7 @@ def _print_result(result: Generation, engine: str, as_json: bool) -> None:
             {
                 "text": result.text,
                 "tokens": result.tokens,
+                "tool_calls": [asdict(call) for call in result.tool_calls],
                 "finish": result.finish,
                 "prompt_tokens": result.prompt_tokens,
                 "completion_tokens": result.completion_tokens,
@@ -142,10 +156,7 @@ def _print_result(result: Generation, engine: str, as_json: bool) -> None:
         )
         return
     click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
-    passes = f"{result.nfe} pass{'es' if result.nfe != 1 else ''}"
-    left = sum(result.undecided)
-    ended = f", ended by {result.finish}, {left} tokens undecided" if left else ""
-    click.echo(f"[{passes}, {result.timings['total'] * 1e3:.1f} ms, {engine}{ended}]", err=True)
+    click.echo(f"[{how_it_went(result, engine)}]", err=True)
 
 
 @click.command()

@@ -20,17 +20,25 @@ ACTIVE = Style(meta={"active": True})  # changes no look, and stays with its tex
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
     """Run the request and draw every step on stderr; wait ``delay_s`` after each, since a small denoiser is fast."""
+    console = Console(stderr=True)
+    result = denoise(bundle, request, console, delay_s)
+    if not console.is_terminal:
+        console.print()  # Live leaves the cursor behind its only frame
+    return result
+
+
+def denoise(
+    bundle: Bundle, request: dict[str, Any], console: Console, delay_s: float = 0.0, shown_from: int | None = None
+) -> Generation:
+    """Run the request and draw every step. With ``shown_from`` the canvas is drawn from there, and goes when it is finished."""
     result = None
     before: list[int] | None = None
-    console = Console(stderr=True)
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False, transient=shown_from is not None) as live:
         for event in bundle.stream(**request):
-            live.update(view(bundle, event, before), refresh=True)
+            live.update(view(bundle, event, before, shown_from or 0), refresh=True)
             before, result = event.canvas, event.result
             if not event.done:
                 time.sleep(delay_s)
-    if not console.is_terminal:
-        console.print()  # Live leaves the cursor behind its only frame
     assert result is not None
     return result
 
@@ -64,11 +72,16 @@ def _is_active(line: Text) -> bool:
     return any(span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans)
 
 
-def view(bundle: Bundle, event: Event, before: list[int] | None) -> View:
-    """An event to draw; ``before`` is the canvas of the one before it. Active is what is left to fill of the block."""
+def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
+    """An event to draw; ``before`` is the canvas of the one before it. Active is what is left to fill of the block.
+
+    Nothing in front of position ``shown_from`` is drawn.
+    """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
         starts.append(len(canvas))
+        if position < shown_from:
+            continue
         if event.undecided[position]:
             guess = event.guess[position]
             canvas.append("░ " if guess < 0 else _text(bundle, guess), MASKED if guess < 0 else GUESSED)

@@ -18,11 +18,13 @@ from dlm_calibration.states import Sample
 from dlm_export.bundle import network_of, read_manifest
 from dlm_export.judging.evidence import Evidence
 from dlm_export.judging.judge import Budgets, Judgement
+from dlm_export.judging.levels import Levels, fit_levels
 from dlm_export.judging.masked import compare_masked, masked_canvases
-from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, Scorer, Seer
+from dlm_export.judging.predictors import BundlePredictor, Generator, JudgeError, Predictor, Scorer, Seer
+from dlm_export.judging.replay import Recording, record
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, require_matplotlib, write_report
 from dlm_export.judging.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
-from dlm_export.judging.threshold import Refit, refit_by_replay, refit_steps, refit_threshold
+from dlm_export.judging.threshold import Refit, check_policy, refit_by_replay, refit_steps, refit_threshold
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import TakenError, claimed_file
@@ -254,7 +256,7 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 def _known_layers(folder: Path) -> dict[str, Any]:
     """The sensitivity sweep that the bundle's build recorded, if it did: ``layers`` and ``layers_method`` of a judgement."""
-    judgement = _recorded(folder).get("judgement")
+    judgement = recorded(folder).get("judgement")
     layers, method = (judgement.get("layers"), judgement.get("layers_method")) if isinstance(judgement, dict) else ([], None)
     kinds = {"layer": (str,), "format": (str,), "kl": (float, type(None)), "frontier_kl": (float, type(None))}
 
@@ -266,7 +268,7 @@ def _known_layers(folder: Path) -> dict[str, Any]:
     return {"layers": layers, "layers_method": method}
 
 
-def _recorded(bundle: Path) -> dict[str, Any]:
+def recorded(bundle: Path) -> dict[str, Any]:
     """accuracy.json of a bundle, empty where it has none. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
@@ -291,10 +293,18 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
     """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build recorded goes along."""
     manifest = read_manifest(bundle, check_hashes=False)
-    accuracy = _recorded(bundle) | {"judgement": judgement.as_dict()}
+    accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
     sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     write_report(paths[1], manifest, accuracy, sizes, judgement.speed)
+
+
+def record_runs(source: Source, bundle: dlm_runtime.Bundle, samples: Sequence[Sample], preset: str) -> Recording:
+    """The bundle's runs under a preset of its source, for thresholds and effort levels to be fitted by a replay of them."""
+    policy, candidate = source.presets[preset].greedy(), BundlePredictor(bundle, "candidate")
+    check_policy(policy)
+    length = new_tokens(samples, policy, source.network)
+    return record(candidate, samples, policy, length, candidate.max_canvas_length)
 
 
 def fit_threshold(
@@ -305,22 +315,51 @@ def fit_threshold(
     seed: int,
     on_done: Callable[[], None],
     *,
-    by_replay: bool,
+    recording: Recording | None,
     workplace: Workplace | None = None,
 ) -> Refit:
-    """Whether the bundle wants another threshold than its source; on samples that are not judged by. See ``judge_source``."""
+    """Whether the bundle wants another threshold than its source; on samples that are not judged by. See ``judge_source``.
+
+    Thresholds are tried by a replay of ``recording``; None: by generations of both.
+    """
     import torch
 
     from dlm_export import families
     from dlm_export.judging.torch_predictor import TorchPredictor
 
     c, policy, candidate = source.network, source.presets[preset].greedy(), BundlePredictor(bundle, "candidate")
-    rest = list(samples), policy, new_tokens(samples, policy, c), decoder(bundle)
-    if by_replay:
+    length, decode = new_tokens(samples, policy, c), decoder(bundle)
+    if recording is not None:
         seer = shown_source(source, "fp32", torch.float32, workplace)
-        return refit_by_replay(seer, candidate, *rest, preset=preset, seed=seed, on_done=on_done)
+        return refit_by_replay(seer, candidate, recording, length, decode, preset=preset, seed=seed, on_done=on_done)
     reference = TorchPredictor(families.load(source.parameters, c), "fp32")
-    return refit_threshold(reference, candidate, *rest, preset=preset, seed=seed, on_done=on_done)
+    return refit_threshold(reference, candidate, samples, policy, length, decode, preset=preset, seed=seed, on_done=on_done)
+
+
+def fit_effort(
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    threshold: Refit,
+    on_done: Callable[[], None],
+    *,
+    recording: Recording | None,
+) -> Levels:
+    """Effort levels of the preset that ``threshold`` was fitted for, with what came of that. See ``fit_threshold``."""
+    assert threshold.preset is not None
+    policy = source.presets[threshold.preset].greedy().with_fields({"threshold": threshold.refitted.threshold})
+    length, decode = new_tokens(samples, policy, source.network), decoder(bundle)
+    side: Generator = BundlePredictor(bundle, "candidate") if recording is None else recording.side
+    return fit_levels(
+        side,
+        samples if recording is None else recording.samples,
+        policy,
+        length,
+        decode,
+        preset=threshold.preset,
+        found_by="generations" if recording is None else "replay",
+        on_done=on_done,
+    )
 
 
 def judge_units(samples: Sequence[Sample]) -> int:

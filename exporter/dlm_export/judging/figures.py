@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
+LONG_AXIS = 4  # times high's passes from which a plot of effort is logarithmic
 WIDTH = 360  # units of every figure: about as many pixels on a telephone, so that text of 9 units stays legible
 MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 # What matplotlib draws in -> what the page shows.
@@ -340,6 +341,36 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
         for name, p in ((name, refit[name]) for name in ("reference", "original", "refitted"))
     )
     return _draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)
+
+
+def draw_effort(effort: Mapping[str, Any]) -> Figure:
+    """Quality against passes of every loop that was tried, and the effort levels among them."""
+    curve, levels = effort["curve"], effort["levels"]
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        axes.set_title("Quality" + (": task score" if effort["quality"] == "task" else ": agreement with one token a pass"))
+        axes.plot([p["nfe"] for p in curve], [p["quality"] for p in curve], "o", color=CANDIDATE, markerfacecolor="none")
+        # Levels may share a loop: their names then stand together.
+        names: dict[tuple[float, float], str] = {}
+        for name, point in levels.items():
+            at = (point["nfe"], point["quality"])
+            names[at] = f"{names[at]}, {name}" if at in names else name
+        for at, name in names.items():
+            axes.plot(*at, "D", color=CANDIDATE, markersize=6.5)
+            axes.annotate(name, at, (5, -13), textcoords="offset points", fontsize=9.5)
+        if max(point["nfe"] for point in curve) > LONG_AXIS * levels["high"]["nfe"]:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter("")
+        axes.margins(x=0.12, y=0.14)
+        axes.set_xlabel("passes (NFE) a prompt")
+
+    legend = [("candidate diamond", "levels"), ("candidate hollow", "other loops")]
+    description = "; ".join(
+        f"{name}: quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes" for name, p in levels.items()
+    )
+    return _draw("Effort levels", description, 210, paint, reading="Up and to the left is better.", legend=legend)
 
 
 @dataclass(frozen=True)

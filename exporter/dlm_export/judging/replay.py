@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlm_export.judging.frontier import Met
-from dlm_export.judging.predictors import Scorer, finite_logits
+from dlm_calibration.states import MASK_RATIOS, Sample
+from dlm_export.judging.frontier import Met, meet_within
+from dlm_export.judging.predictors import Predictor, Scorer, finite_logits
 from dlm_export.network.turns import Turn, choose_in, start_canvas, turns
 from dlm_runtime import Policy
 
@@ -61,6 +62,26 @@ class Replayed:
             canvas.tokens[committed], canvas.undecided[committed] = guess[chosen], False
             nfe += 1
         return canvas.tokens.tolist(), nfe
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A side's runs under a policy, from the prompts of ``samples``, and the side as it is replayed from them."""
+
+    policy: Policy
+    samples: list[Sample]
+    runs: list[Met]
+    side: Replayed
+
+
+def record(side: Predictor, samples: Sequence[Sample], policy: Policy, max_new_tokens: int, limit: int) -> Recording:
+    """Run a side's loop from as many of the samples as make no more passes in all than judging makes for its masked positions.
+
+    ``limit``: tokens of the longest canvas. Raises JudgeError.
+    """
+    passes = len(samples) * len(MASK_RATIOS)
+    runs = meet_within(side, list(enumerate(samples)), policy, max_new_tokens, limit, passes=passes)
+    return Recording(policy, list(samples[: len(runs)]), runs, Replayed(side, runs, policy))
 
 
 def _nearest(recorded: Sequence[Recorded], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -111,6 +111,8 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "drift_figure": figures.draw_drift(drifting[:FIGURE_LAYERS]) if drifting else None,
         "sensitivity_figure": figures.draw_sensitivity(sensitive[:FIGURE_LAYERS]) if sensitive else None,
         "nfe_figure": figures.draw_nfe(judgement) if judgement and judgement["free_running"] else None,
+        "effort": manifest.get("effort"),
+        "effort_figure": figures.draw_effort(manifest["effort"]) if manifest.get("effort") else None,
         "threshold_figure": figures.draw_threshold(threshold) if threshold and threshold["curve"] else None,
     }
 

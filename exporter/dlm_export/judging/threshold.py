@@ -17,9 +17,9 @@ import numpy as np
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.states import MASK_RATIOS, Sample
-from dlm_export.judging.frontier import meet_within, prompt_of
+from dlm_export.judging.frontier import prompt_of
 from dlm_export.judging.predictors import Generator, JudgeError, Predictor, Seer, check_comparable
-from dlm_export.judging.replay import Replayed
+from dlm_export.judging.replay import Recording, Replayed
 from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
@@ -237,8 +237,7 @@ def refit_threshold(
 def refit_by_replay(
     reference: Seer,
     candidate: Predictor,
-    samples: Sequence[Sample],
-    policy: Policy,
+    recording: Recording,
     max_new_tokens: int,
     decode: Decode,
     *,
@@ -249,18 +248,16 @@ def refit_by_replay(
     """``refit_threshold`` from one set of runs: the candidate's under the preset, and what both sides predict on their
     canvases.
 
-    Takes as many of the samples as make no more passes in all than judging makes for its masked positions. ``on_done`` is
-    called once a run. Raises JudgeError, RequestError.
+    ``on_done`` is called once a run. Raises JudgeError, RequestError.
     """
+    policy, runs, ours = recording.policy, recording.runs, recording.side
     check_policy(policy)
     check_comparable(reference, candidate)
-    limit, passes = min(reference.max_canvas_length, candidate.max_canvas_length), len(samples) * len(MASK_RATIOS)
-    runs = meet_within(candidate, list(enumerate(samples)), policy, max_new_tokens, limit, passes=passes)
     reference.see([view for run in runs for view in run.views])
-    theirs, ours = (Replayed(side, runs, policy) for side in (reference, candidate))
+    theirs = Replayed(reference, runs, policy)
     for _ in runs:
         on_done()
-    used = samples[: len(runs)]
+    used = recording.samples
     return refit_threshold(theirs, ours, used, policy, max_new_tokens, decode, preset=preset, seed=seed, confirm=candidate)
 
 

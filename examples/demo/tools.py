@@ -1,0 +1,41 @@
+"""The demo's functions as tools: what `dlm-export run --tools` takes, their parameters as calls of the data have them.
+
+python examples/demo/tools.py --out build/tools.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from constrained import call_schema
+from data import training_examples
+
+DRAWN = 20_000  # commands, until every function has been met with every argument
+
+
+def tools() -> list[dict[str, Any]]:
+    """A tool for each function, described by a command that asks for it."""
+    examples = list(itertools.islice(training_examples(0), DRAWN))
+    said = {example.function: example.prompt for example in reversed(examples)}
+    found = []
+    for branch in call_schema([json.loads(example.completion) for example in examples])["oneOf"]:
+        name, parameters = (branch["properties"][key] for key in ("name", "arguments"))
+        function = {"name": name["const"], "description": f"Asked for by: {said[name['const']]}", "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
+def main(out: Path) -> None:
+    """Write the tools."""
+    out.write_text(json.dumps(tools(), indent=1) + "\n")
+    click.echo(f"{out} {out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

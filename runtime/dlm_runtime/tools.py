@@ -1,0 +1,191 @@
+"""Functions that a denoiser may call: how they are told, what a call looks like, and calls read out of a text.
+
+Tools are described as OpenAI's interface has it, by JSON Schema, and a chat template gets them as transformers passes them.
+Where a call is asked for, the text is constrained to the union of all calls that are valid by their schemas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_runtime.constraints import expressions
+from dlm_runtime.constraints import schema as schemas
+from dlm_runtime.errors import RequestError
+
+CHOICES = ("auto", "required", "none")
+_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function by name, and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls are written: each a JSON object between ``before`` and ``after``, ``between`` two of them, all of them between
+    ``start`` and ``end``. The object has the keys ``name`` and ``arguments``."""
+
+    before: str = ""
+    after: str = ""
+    between: str = "\n"
+    start: str = ""
+    end: str = ""
+    name: str = "name"
+    arguments: str = "arguments"
+
+
+FORMATS = {
+    "object": CallFormat(),  # an object a line
+    "list": CallFormat(between=",", start="[", end="]"),
+    "lines": CallFormat(between=",\n", start="[\n", end="\n]"),  # a list with a call a line
+    "tool_call": CallFormat(before="<tool_call>\n", after="\n</tool_call>"),  # Hermes, Qwen2.5, Qwen3
+}
+
+
+def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
+    """The chosen format; None: what the chat template says of it, an object a line where it says nothing.
+
+    Raises RequestError for an unknown name.
+    """
+    if isinstance(chosen, CallFormat):
+        return chosen
+    if chosen is None:
+        chosen = "tool_call" if template is not None and "<tool_call>" in template else "object"
+    if chosen not in FORMATS:
+        raise RequestError(f"call_format = {chosen!r} is not one of {', '.join(FORMATS)}")
+    return FORMATS[chosen]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Functions of a request, ``listed`` as they were given. ``choice``: auto, required, none, or the name of one.
+
+    ``is_parallel``: several may be called in one text.
+    """
+
+    listed: tuple[Mapping[str, Any], ...]
+    choice: str
+    written: CallFormat
+    is_parallel: bool
+
+    @classmethod
+    def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
+        """Tools as a caller gives them. Raises RequestError that names the entry, and what is wrong with it."""
+        if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
+            raise RequestError(
+                "tools: give a list of functions, such as [{'type': 'function', 'function': {'name': '...', 'description': "
+                "'...', 'parameters': {...}}}]"
+            )
+        found = cls(tuple(tools), choice, written, is_parallel)
+        names: list[str] = []
+        for number, tool in enumerate(tools):
+            names.append(_name_of(tool, f"tools[{number}]"))
+            if names[-1] in names[:-1]:
+                raise RequestError(f"tools[{number}]: a second function {names[-1]!r}")
+        if not isinstance(choice, str) or choice not in (*CHOICES, *names):
+            raise RequestError(f"tool_choice = {choice!r} is not one of {', '.join((*CHOICES, *names))}")
+        return found
+
+    @property
+    def told(self) -> list[dict[str, Any]] | None:
+        """What the chat template is given."""
+        return None if self.choice == "none" else [dict(tool) for tool in self.listed]
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the text has to be a call."""
+        return self.choice not in ("auto", "none")
+
+    def expression(self, max_depth: int | None = None) -> str:
+        """The expression of texts that are a call, or several. Raises RequestError that names the function and the keyword."""
+        f, quote = self.written, expressions.quote
+        asked = [tool["function"] for tool in self.listed if self.choice in (*CHOICES, tool["function"]["name"])]
+        call = expressions.either(
+            rf"\{{{_key(f.name)}:{expressions.value(each['name'])},{_key(f.arguments)}:{_arguments(each, max_depth)}\}}"
+            for each in asked
+        )
+        call = f"{quote(f.before)}{call}{quote(f.after)}"
+        more = f"(?:{quote(f.between)}{call})*" if self.is_parallel else ""
+        return f"{quote(f.start)}{call}{more}{quote(f.end)}"
+
+    def calls(self, text: str | None) -> list[ToolCall]:
+        """The calls that a text consists of, or that stand between marks in it; none where it is anything else.
+
+        A call names one of these functions; its arguments are an object, and are not checked any further.
+        """
+        if text is None or self.choice == "none":
+            return []
+        before, after = self.written.before.strip(), self.written.after.strip()
+        if before:
+            pieces = [piece.partition(after)[0] if after else piece for piece in text.split(before)[1:]]
+            return [call for piece in pieces for call in self._of(piece) or []]
+        return self._of(text) or []
+
+    def _of(self, text: str) -> list[ToolCall] | None:
+        """The calls of JSON values that stand one behind the other, each an object or a list of such; None: not calls alone."""
+        found: list[ToolCall] = []
+        rest = text.strip()
+        while rest:
+            try:
+                value, end = _DECODER.raw_decode(rest)
+            except (ValueError, RecursionError):
+                return None
+            for each in value if isinstance(value, list) else [value]:
+                call = self._call(each)
+                if call is None:
+                    return None
+                found.append(call)
+            rest = rest[end:].strip()
+        return found
+
+    def _call(self, value: Any) -> ToolCall | None:
+        if not isinstance(value, dict) or value.keys() != {self.written.name, self.written.arguments}:
+            return None
+        name, arguments = value[self.written.name], value[self.written.arguments]
+        is_known = any(tool["function"]["name"] == name for tool in self.listed)
+        return ToolCall(name, arguments) if is_known and isinstance(arguments, dict) else None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _name_of(tool: Any, where: str) -> str:
+    """The name of a function that is described as it should be."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
+        raise RequestError(f"{where}: not of the shape {{'type': 'function', 'function': {{'name': '...', ...}}}}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}: its function has no name")
+    if name in CHOICES:
+        raise RequestError(f"{where}: a function cannot be called {name!r}, which tool_choice means otherwise")
+    parameters = function.get("parameters")
+    if parameters is not None and (not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"):
+        raise RequestError(f"{where}, {name}: parameters: not a JSON Schema of an object")
+    return name
+
+
+def _key(name: str) -> str:
+    return expressions.value(name)
+
+
+def _arguments(function: Mapping[str, Any], max_depth: int | None) -> str:
+    """The expression of a function's arguments; none but those that its schema lists, unless it says that others may be."""
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    if not schema.get("properties"):
+        schema = _NO_ARGUMENTS | schema
+    try:
+        return schemas.expression(schema, max_depth)
+    except RequestError as err:
+        raise RequestError(f"tools: {function['name']}: {err}") from err

@@ -1,0 +1,169 @@
+"""``dlm-export chat``: in a terminal, where Ctrl-C ends an answer and no more, and through pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlm_export.cli import main
+
+LIGHTS = "turn on the kitchen lights"
+SLOW = ("--preset", "llada", "--max-new-tokens", "400")  # a token a pass
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+def _command(bundle: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dlm_export.cli", "chat", str(bundle), "--threads", "1", *arguments]
+
+
+class Terminal:
+    """A process behind a pseudo-terminal, and what it wrote."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process, self.master = pty.fork()
+        if self.process == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "24"}
+            os.execv(command[0], command)
+        self.told, self.taken = "", 0
+
+    def until(self, wanted: str) -> str:
+        """What it writes up to something that it has to write."""
+        deadline = time.monotonic() + 60
+        while (at := self.told.find(wanted, self.taken)) < 0:
+            assert time.monotonic() < deadline, f"{wanted!r} is not in {self.told[self.taken :]!r}"
+            if select.select([self.master], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # it has ended
+                    self.told += ESCAPES.sub("", os.read(self.master, 4096).decode(errors="replace"))
+        before, self.taken = self.told[self.taken : at], at + len(wanted)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def ended(self) -> int:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if select.select([self.master], [], [], 0.05)[0]:
+                    os.read(self.master, 4096)
+            done, status = os.waitpid(self.process, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+        os.kill(self.process, signal.SIGKILL)
+        raise AssertionError("it goes on")
+
+
+@pytest.fixture
+def slow(demo_bundle: Path) -> Iterator[Terminal]:
+    terminal = Terminal(_command(demo_bundle, *SLOW))
+    yield terminal
+    os.close(terminal.master)
+
+
+def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
+    slow.until("> ")
+    slow.type(f"{LIGHTS}\n")
+    slow.until("░ masked")  # the canvas, while it denoises
+    slow.type("\x03")
+    slow.until("ended by cancelled")
+    slow.until("> ")
+    slow.type("\x03")  # at the prompt: another line
+    slow.until("> ")
+    slow.type("/effort low\n")
+    assert "this bundle has no levels" in slow.until("\n> ")
+    slow.type("/system speak up\n")
+    slow.until("The system message is changed.")
+    slow.type("/reset\n")
+    slow.until("Forgotten.")
+    slow.type("/what\n")
+    slow.until("/quit ends.")
+    slow.until("> ")
+    slow.type("/quit\n")
+    assert slow.ended() == 0
+
+
+def test_an_end_of_input_ends_a_conversation_in_a_terminal(demo_bundle: Path) -> None:
+    terminal = Terminal(_command(demo_bundle, "--preset", "fast-dllm", "--max-new-tokens", "64"))
+    terminal.until("> ")
+    terminal.type(f"{LIGHTS}\n")
+    terminal.until('"name":')
+    terminal.until("pass")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.ended() == 0
+    os.close(terminal.master)
+
+
+def _said(bundle: Path, lines: str, *arguments: str) -> Result:
+    """What comes of lines through pipes."""
+    return CliRunner().invoke(main, ["chat", str(bundle), "--threads", "1", *arguments], input=lines)
+
+
+def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> None:
+    lines = f"{LIGHTS}\n\n/reset\n{LIGHTS}\n/quit\nnever read\n"
+    done = _said(demo_bundle, lines, "--preset", "fast-dllm", "--max-new-tokens", "64")
+    assert done.exit_code == 0, done.output
+    first, second = done.stdout.splitlines()
+    assert first == second, "nothing was left of what was said before"
+    assert first.startswith('{"name":')
+    assert done.stderr == "Forgotten.\n"
+
+
+def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) -> None:
+    process = subprocess.Popen(_command(demo_bundle, *SLOW), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{LIGHTS}\n")
+    process.stdin.flush()
+    answer: list[str] = []
+    deadline = time.monotonic() + 60
+    while not answer and time.monotonic() < deadline:  # once it answers, and not before
+        if _seconds(process.pid) > 2.0:
+            process.send_signal(signal.SIGINT)
+        if select.select([process.stdout], [], [], 0.2)[0]:
+            answer.append(process.stdout.readline())
+    assert answer
+    process.stdin.write("/quit\n")
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+    process.stdout.close()
+
+
+def _seconds(pid: int) -> float:
+    """Seconds of processor time that a process took."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines", "sentence"),
+    [
+        (("--effort", "low"), "", "this bundle has no levels"),
+        (("--preset", "none"), "", 'preset "none" is not one of'),
+        (("--max-new-tokens", "0"), "", "0 is not in the range"),
+        ((), f"{'lights ' * 600}\n", "tokens fills the canvas of 512: /reset forgets it"),
+    ],
+)
+def test_what_cannot_be_is_told(demo_bundle: Path, arguments: tuple[str, ...], lines: str, sentence: str) -> None:
+    done = _said(demo_bundle, lines, *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert sentence in done.stderr
+
+
+def test_a_bundle_without_a_template_cannot_be_talked_to(llada_bundle: Path) -> None:
+    done = _said(llada_bundle, "hello\n")
+    assert done.exit_code == 2
+    assert "no chat template" in done.stderr

@@ -1,0 +1,182 @@
+"""Effort levels: which loops become levels, what they are fitted on, and how a bundle with them is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_judge import EOS, POLICY, Scripted, answered, decode, no_text, text_sample
+from test_judging_effort import Sure
+
+import dlm_runtime
+from dlm_export.bundle import read_manifest
+from dlm_export.cli import main
+from dlm_export.judging.levels import CAREFUL, LEVELS, LOSSES, LevelPoint, choose_levels, fit_levels, variants
+from dlm_export.judging.predictors import JudgeError
+from dlm_export.judging.replay import record
+from dlm_runtime import PRESETS, Policy, RequestError
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+POINTS = st.builds(
+    LevelPoint,
+    st.just({}),
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0]),
+    st.integers(2, 40).map(lambda half: half / 2),
+)
+
+
+@given(st.lists(POINTS, min_size=1, max_size=12), st.integers(0))
+@settings(deadline=None)
+def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(curve: list[LevelPoint], number: int) -> None:
+    own = curve[number % len(curve)]
+    levels = choose_levels(curve, own)
+    assert tuple(levels) == LEVELS
+    chosen = list(levels.values())
+    assert all(point in curve for point in chosen)
+    assert [point.nfe for point in chosen] == sorted(point.nfe for point in chosen)
+    assert [point.quality for point in chosen] == sorted(point.quality for point in chosen)
+    high = levels["high"]
+    assert high.quality == max(point.quality for point in curve)
+    assert high.nfe >= own.nfe or not any(point.quality == high.quality and point.nfe >= own.nfe for point in curve)
+    assert levels["medium"].quality >= (1 - LOSSES["medium"]) * high.quality
+    if any(point.nfe <= high.nfe / 2 and point.quality > 0 for point in curve):
+        assert levels["low"].nfe <= high.nfe / 2
+    else:
+        assert levels["low"].quality >= (1 - LOSSES["low"]) * high.quality
+    for point in curve:  # nothing is as good in fewer passes
+        for level in ("medium", "low"):
+            assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
+
+
+def test_a_denoiser_that_gets_nothing_right_has_the_preset_at_every_level() -> None:
+    points = [LevelPoint({"threshold": nfe}, 0.0, nfe) for nfe in (2, 5, 5, 7)]
+    assert choose_levels(points, points[1]) == dict.fromkeys(LEVELS, points[1])
+
+
+def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> None:
+    points = [LevelPoint({}, quality, nfe) for quality, nfe in ((0.1, 2), (0.4, 5), (0.52, 7), (0.53, 9), (0.54, 12))]
+    levels = choose_levels(points, points[2])
+    assert [levels[name].nfe for name in LEVELS] == [2, 5, 9, 12]
+    assert [choose_levels(points[1:], points[2])[name].nfe for name in LEVELS] == [5, 5, 9, 12]
+    assert [choose_levels(points[2:], points[2])[name].nfe for name in LEVELS] == [7, 7, 9, 12]
+
+
+class Rushed(Scripted):
+    """Gets right what it may take its time for: at thresholds above ``needed``, or one token a pass."""
+
+    def __init__(self, needed: float) -> None:
+        super().__init__(write=self._hurry)
+        self.needed = needed
+
+    def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
+        nfe = {"static": count, "dynamic": policy.steps_per_block or count}.get(policy.commit, 1 + round(4 * policy.threshold))
+        right = policy.commit == "static" or (policy.commit == "threshold" and policy.threshold > self.needed)
+        return [7, 8, 9 if right else 6, *[EOS] * (count - 3)], nfe
+
+
+def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token_a_pass() -> None:
+    told: list[None] = []
+    found = fit_levels(
+        Rushed(0.65), [answered()] * 2, POLICY, 8, decode, preset="p", found_by="generations", on_done=lambda: told.append(None)
+    )
+    assert len(told) == len(variants(POLICY)) == len(found.curve)
+    assert (found.quality, found.samples) == ("task", 2)
+    assert [point.nfe for point in found.curve] == sorted(point.nfe for point in found.curve)
+    assert found.levels["high"].changes == {}, "of equals the preset's own, for it is no quicker"
+    assert found.levels["medium"].changes == {"threshold": 0.7}
+    assert (found.levels["medium"].quality, found.levels["medium"].nfe) == (1.0, 4.0)
+    sample = text_sample(8)
+    agreed = fit_levels(Rushed(0.65), [sample], POLICY, 8, no_text, preset="p", found_by="generations")
+    assert agreed.quality == "agreement"
+    assert {point.quality for point in agreed.curve} == {1.0, 7 / 8} or min(p.quality for p in agreed.curve) < 1.0
+    assert next(point for point in agreed.curve if point.changes == CAREFUL).quality == 1.0
+
+
+def test_levels_by_replay_take_no_further_pass() -> None:
+    side, samples = Sure(0.8), [answered()] * 3
+    recording = record(side, samples, POLICY, 8, side.max_canvas_length)
+    seen = len(side.seen)
+    found = fit_levels(recording.side, recording.samples, POLICY, 8, decode, preset="p", found_by="replay")
+    assert len(side.seen) == seen
+    assert found.levels["high"].quality == 1.0
+    assert found.levels["low"].nfe == 1 < found.levels["high"].nfe == 2
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    with pytest.raises(JudgeError, match="no samples"):
+        fit_levels(Scripted(), [], POLICY, 8, decode, preset="p", found_by="generations")
+    with pytest.raises(RequestError, match="has no threshold to fit"):
+        fit_levels(Scripted(), [answered()], PRESETS["llada"], 8, decode, preset="p", found_by="generations")
+
+
+# ---- Bundles ----
+
+
+@pytest.fixture(scope="module")
+def fitted(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose levels were fitted by the command, on random ids."""
+    copied = Path(shutil.copytree(llada_bundle, tmp_path_factory.mktemp("effort") / "bundle"))
+    result = invoke("effort", copied, "--samples", 3, "--threads", 1)
+    assert result.exit_code == 0, result.output
+    assert "agreement with one token a pass" in result.stdout
+    assert "3 samples tell little of levels" in result.stdout
+    assert "no --data: judged by made-up samples" in result.stderr
+    return copied
+
+
+def test_a_level_is_the_loop_that_the_manifest_says(fitted: Path) -> None:
+    manifest = read_manifest(fitted)
+    effort = manifest["effort"]
+    assert effort["preset"] == "fast-dllm"
+    assert (effort["found_by"], effort["samples"]) == ("generations", 3)
+    with dlm_runtime.open(fitted, threads=1) as bundle:
+        for level in LEVELS:
+            changed = bundle.policy("fast-dllm").with_fields(effort["levels"][level]["changes"])
+            assert bundle.policy(effort=level) == bundle.policy("fast-dllm", effort=level) == changed
+            assert changed.as_dict() == manifest["loop"]["effort"]["levels"][level]
+        request = {"tokens": [5, 17, 9], "max_new_tokens": 12}
+        low, same = (
+            bundle.generate(effort="low", **request),
+            bundle.generate(**request, **bundle.policy(effort="low").as_dict()),
+        )
+        assert (low.tokens, low.nfe) == (same.tokens, same.nfe)
+        careful = bundle.generate(effort="low", commit="static", steps_per_block=0, **request)
+        assert careful.nfe == 12, "a field that is given wins"
+        with pytest.raises(RequestError, match="effort low was fitted for preset fast-dllm, not for llada"):
+            bundle.generate(effort="low", preset="llada", **request)
+        with pytest.raises(RequestError, match='effort "most" is not one of instant, low, medium, high'):
+            bundle.generate(effort="most", **request)
+        with pytest.raises(RequestError, match="effort = 3 is not a name"):
+            bundle.generate(effort=3, **request)
+
+
+def test_the_command_line_runs_and_shows_levels(fitted: Path, llada_bundle: Path) -> None:
+    run = ("--tokens", "1,2", "--max-new-tokens", 8, "--threads", 1, "--json")
+    low, high = (json.loads(invoke("run", fitted, "--effort", level, *run).stdout)["nfe"] for level in ("instant", "high"))
+    assert low <= high
+    shown = invoke("inspect", fitted).stdout
+    assert "Effort, loops of fast-dllm, by generations of 3 samples" in shown
+    assert all(level in shown for level in LEVELS)
+    none = invoke("run", llada_bundle, "--effort", "low", *run)
+    assert none.exit_code == 2
+    assert "this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them" in none.stderr
+
+
+def test_levels_are_fitted_again_in_the_place_of_others(fitted: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(fitted, tmp_path / "bundle"))
+    told = json.loads(invoke("effort", copied, "--samples", 1, "--preset", "dream-block", "--threads", 1, "--json").stdout)
+    assert told["preset"] == read_manifest(copied)["loop"]["effort"]["preset"] == "dream-block"
+    refused = invoke("effort", copied, "--preset", "llada", "--threads", 1)
+    assert refused.exit_code == 2
+    assert "has no threshold to fit" in refused.stderr
+    assert read_manifest(copied)["effort"] == told
