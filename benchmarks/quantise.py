@@ -57,7 +57,7 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
         with dlm_runtime.open(folder) as bundle:
             own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
             fitted = accuracy.fit_threshold(
-                source, bundle, own.calibration[:FITTED], "fast-dllm", 0, lambda: None, by_replay=False
+                source, bundle, own.calibration[:FITTED], "fast-dllm", 0, lambda: None, recording=None
             )
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold

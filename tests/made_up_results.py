@@ -9,6 +9,12 @@ HOSTILE = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u2
 ROLES = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
 
 
+def made_up_effort() -> dict[str, Any]:
+    points = [{"changes": {"threshold": 0.5 + i / 10}, "quality": 0.6 + i / 20, "nfe": 4.0 + i * i} for i in range(5)]
+    levels = dict(zip(("instant", "low", "medium", "high"), (points[0], points[1], points[2], points[4]), strict=True))
+    return {"preset": "fast-dllm", "quality": "task", "found_by": "replay", "samples": 11, "curve": points, "levels": levels}
+
+
 def made_up_manifest() -> dict[str, Any]:
     layers = {f"blocks.{i}.{role}": "fp8" if "attention" in role else "nvfp4" for i in range(64) for role in ROLES}
     layers["blocks.11.mlp.down"] = "high"
@@ -32,6 +38,7 @@ def made_up_manifest() -> dict[str, Any]:
             "calibration": None,
             "threshold": None,
         },
+        "effort": made_up_effort(),
         "files": {"denoiser.onnx": {"bytes": 1_200_000, "sha256": "a1" * 32}},
     }
 

@@ -390,6 +390,9 @@ static void test_presets(const char *path) {
     policy.struct_size = sizeof policy;
     CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_OK && message[0] == '\0');
     CLAIM(dlm_bundle_preset(bundle, "fast-dllm", NULL, 0, &policy) == DLM_OK && strcmp(policy.cache, "dual") == 0);
+    CLAIM(dlm_bundle_effort(bundle, "low", message, sizeof message, &policy) == DLM_NOT_FOUND);
+    CLAIM(strstr(message, "dlm-export effort") != NULL && strcmp(policy.cache, "dual") == 0);
+    CLAIM(dlm_bundle_effort(bundle, NULL, message, sizeof message, &policy) == DLM_INVALID_ARGUMENT);
   }
   dlm_bundle_destroy(bundle);
   fake f = make_fake();

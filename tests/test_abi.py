@@ -28,8 +28,9 @@ PRESET: dict[str, Any] = json.loads((resources.files(dlm_runtime) / "manifest.sc
 GROWING = ("dlm_denoiser", "dlm_policy", "dlm_open_options", "dlm_generate_options")
 # A library that runs callbacks and opens bundles without an engine: the quickest to compile.
 ENGINES = ["engine_callback", "engine_host", "engine_no_tensorrt"]
-LOOP = ["constrained", "guidance", "loop", "plan", "policy", "proposer", "sampling"]
-UNITS = [*ENGINES, *LOOP, "automaton", "bundle", "c_api", "graph", "json", "sha256", "viterbi"]
+TEXT = ["c_api_text", "chat", "compose", "text_decode", "text_encode", "text_file"]
+LOOP = ["arena", "constrained", "guidance", "loop", "plan", "policy", "proposer", "sampling", "scheduler", "shared_pass"]
+UNITS = [*ENGINES, *LOOP, *TEXT, "automaton", "bundle", "c_api", "graph", "json", "sha256", "texts", "viterbi", "ways"]
 COMPILE = ["-std=c++17", '-DDLM_VERSION="9.9.9"']
 RELEASED_FIELDS = 17  # of a policy, which the program prints
 KINDS = {"str": 0, "int": 1, "float": 2, "UInt64": 3}  # DLM_FIELD_...

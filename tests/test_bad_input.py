@@ -87,6 +87,8 @@ def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.Monke
         model = ir.load(llada_bundle / graph.GRAPH_FILE)
         dtype = torch.float16 if precision == "fp16" else torch.float32
         for value in model.graph.initializers.values():
+            if value.name == graph.SEGMENTS:  # no weight
+                continue
             value.const_value = None
             if value.name != "mask_token_bias":
                 value.dtype = trace.element_type(precision)
@@ -614,8 +616,11 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "ids that are no numbers": (("--tokens", "3,x"), ("'3,x' is not a list of integers",)),
     "empty canvas": (("--tokens", "", "--max-new-tokens", 0), ("the canvas is empty",)),
     "text without a tokenizer": (("--prompt", "hello"), ("this bundle has no tokenizer",)),
-    "nothing to start from": ((), ("give one of --prompt, --chat, --tokens and --infill",)),
-    "two prompts": (("--prompt", "hello", "--tokens", "1"), ("give one of --prompt, --chat, --tokens and --infill",)),
+    "nothing to start from": ((), ("give one of --prompt, --chat, --messages, --tokens and --infill",)),
+    "two prompts": (
+        ("--prompt", "hello", "--tokens", "1"),
+        ("give one of --prompt, --chat, --messages, --tokens and --infill",),
+    ),
     "unknown preset": (
         ("--tokens", "1", "--preset", "warp"),
         ('preset "warp" is not one of this bundle\'s', "llada, fast-dllm, dream"),

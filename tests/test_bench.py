@@ -144,7 +144,7 @@ def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch
     def generate(self: Bundle, **request: Any) -> list[Generation]:
         asked.append(request)
         timings = {"prefill": 1.0, "passes": 4.0, "selection": 2.0, "cache": 0.5, "total": next(totals)}
-        return [Generation([], None, 7, timings, 0, {}, "length", 0, 0, [], [])] * len(request["tokens"])
+        return [Generation([], None, 7, timings, 0, {}, "length", 0, 0, [], [], [])] * len(request["tokens"])
 
     monkeypatch.setattr(Bundle, "generate_batch", generate)
     seconds = [9.0] * bench.WARM_UP + [0.004, 0.001, 0.003, 0.002, 0.005]

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace
+from dlm_export.judging.levels import LEVELS
 from dlm_export.outputs import OutputError
 from dlm_export.tensorrt import bundled
 from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError
@@ -42,9 +44,10 @@ from dlm_runtime.policy import presets_for
 SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = validator()
 NATIVE = ("schema_version", "loop", "files")  # what the native reader reads; it knows the other members by name
+READ = (*NATIVE, "text")  # the last where it is there
 NATIVE_VALIDATOR = VALIDATOR.evolve(
     schema=SCHEMA
-    | {"required": NATIVE, "properties": {key: rule if key in NATIVE else {} for key, rule in SCHEMA["properties"].items()}}
+    | {"required": NATIVE, "properties": {key: rule if key in READ else {} for key, rule in SCHEMA["properties"].items()}}
 )
 DATA_FILE = "denoiser.onnx.data"
 
@@ -125,6 +128,16 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
         "device_bytes": 1 << 30,
     }
     return entry
+
+
+def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Give a manifest effort levels that nobody fitted. Returns them as ``loop`` has them."""
+    point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
+    fitted = {"quality": "task", "found_by": "replay", "samples": 3, "curve": [point], "levels": dict.fromkeys(LEVELS, point)}
+    manifest["effort"] = {"preset": "llada", **fitted}
+    levels = {level: dict(manifest["loop"]["presets"]["llada"]) for level in LEVELS}
+    manifest["loop"]["effort"] = {"preset": "llada", "levels": levels}
+    return manifest["loop"]["effort"]
 
 
 def _write_with_engine(bundle: Path, change: Callable[[dict[str, Any]], object] = lambda entry: None) -> None:
@@ -235,6 +248,7 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
             default_preset=default,
             tokenizer="tokenizer.json",
             chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
+            text={"refused": "its model is WordLevel"},
             config_sha256=64 * "a",
         )
         bundle_files.finish(tmp_path, manifest)
@@ -467,6 +481,7 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path
     sizes = SCHEMA["$defs"]["profile"]["properties"]
     rules += [((*entry, "profiles", "block", name, 2), sizes[name]["items"]) for name in sizes]
     rules += _rules(SCHEMA["$defs"]["audit"], ("audits", "rtx5090"))
+    rules += _rules(SCHEMA["$defs"]["effort_point"], ("effort", "curve", 0))
     rules += _rules(SCHEMA["$defs"]["layer"], ("network", "layers", 1))
     rules += _rules(SCHEMA["$defs"]["linear_layer"], ("network", "linear_layers", 1))
     rules.append((("precision", "layers", "blocks.0.mlp.up"), SCHEMA["$defs"]["format"]))
@@ -476,6 +491,7 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path
     quantised = _read(llada_bundle)
     quantised["precision"] |= QUANTISED
     _add_engine(quantised)
+    _add_effort(quantised)
     assert [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(quantised)] == []
     _write(shared_bundle, quantised)
     (shared_bundle / "engines").mkdir(exist_ok=True)
@@ -589,6 +605,10 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("chat_template",), {"file": "denoiser.onnx", "special_tokens": {"bos_token": 1}}, "chat_template: expected"),
         (("chat_template",), {"file": "denoiser.onnx"}, "chat_template: expected"),
         (("chat_template",), "chat.jinja", "chat_template: expected"),
+        (("text",), {"file": "text.bin"}, "text.file: names a file that is not listed in files"),
+        (("text",), {"refused": 1}, "text.refused: expected a string"),
+        (("text",), {"file": "denoiser.onnx", "refused": "no"}, "text.refused: unknown key"),
+        (("text",), {"file": "denoiser.onnx", "chat_refused": []}, "text.chat_refused: expected a string"),
         (("loop", "vocab_size"), 161, "but the manifest makes it"),
         (("loop", "graph", "ports", "layers", 1, "kv_heads"), 2, 'the input "past_key.1" is float [any, 4, any, 16], but'),
         (("loop", "graph", "ports", "layers", 0, "head_size"), 8, 'the input "past_key.0" is float [any, 4, any, 16], but'),
@@ -603,6 +623,36 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
 def test_values_that_contradict_each_other_are_refused(bundle: Path, path: tuple[str, ...], value: Any, sentence: str) -> None:
     _change(bundle, *path, value=value)
     assert sentence in _refusal(bundle)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda effort: effort.update(preset="nowhere"), "loop.effort.preset: is not one of presets"),
+        (lambda effort: effort.update(sparkle=1), "loop.effort.sparkle: unknown key"),
+        (lambda effort: effort.pop("levels"), 'loop.effort: the key "levels" is missing'),
+        (lambda effort: effort["levels"].pop("low"), 'loop.effort.levels: the key "low" is missing'),
+        (lambda effort: effort["levels"].update(most={}), "loop.effort.levels.most: unknown key"),
+        (lambda effort: effort["levels"]["low"].update(threshold=7), "threshold = 7"),
+        (lambda effort: effort["levels"].update(low=[]), "loop.effort.levels.low: expected an object"),
+    ],
+)
+def test_effort_levels_are_checked_as_presets_are(
+    bundle: Path, change: Callable[[dict[str, Any]], object], sentence: str
+) -> None:
+    manifest = _read(bundle)
+    change(_add_effort(manifest))
+    _write(bundle, manifest)
+    assert sentence in _refusal(bundle)
+
+
+def test_a_bundle_with_effort_levels_opens_and_says_them(bundle: Path) -> None:
+    manifest = _read(bundle)
+    _add_effort(manifest)["levels"]["low"]["threshold"] = 0.25
+    _write(bundle, manifest)
+    assert bundle_files.read_manifest(bundle) == manifest
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        assert opened.policy(effort="low") == replace(opened.policy("llada"), threshold=0.25)
 
 
 # ---- Ports ----
@@ -626,6 +676,8 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
         backwards = list(reversed(values))
         del values[:]
         values.extend(backwards)
+    for tensor in model.graph.initializer:  # what an input has that a pass leaves out
+        tensor.name = called.get(tensor.name, tensor.name)
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [called.get(name, name) for name in names]

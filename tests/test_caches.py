@@ -151,14 +151,21 @@ def _pass(
     past = [_stored(rng.normal(size=(B, G, S, D)).astype(np.float32), cache_dtype) for _ in range(2)]
     angles = rng.integers(0, 4, (50, (rotary_size or D) // 2))
     tables = [np.array(values, np.float32)[angles] for values in ([1, 0, -1, 0], [0, 1, 0, -1])]
-    return [q[..., : H * D], k, v, *past, rng.integers(0, 50, (B, T)), *tables]
+    return [q[..., : H * D], k, v, *past, rng.integers(0, 50, (B, T)), *tables, np.zeros((0, 4), np.int64)]
+
+
+def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
+    """Requests that share a row, with any of the cached rows."""
+    firsts = np.array([0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64)
+    starts = rng.integers(0, cached + 1, len(firsts))
+    return np.stack([starts, rng.integers(0, cached - starts + 1), firsts, np.diff([*firsts, tokens])], 1).astype(np.int64)
 
 
 def _call(
     cache_dtype: str, heads: int, kv_heads: int, rotary_size: int = 0, visible_block: int | None = None
 ) -> onnx.ModelProto:
     kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
-    kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F]
+    kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F, onnx.TensorProto.INT64]
     name, settings = CALLS[cache_dtype], {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size}
     if visible_block is not None:
         name = name.replace("Cached", f"{functions.BLOCK}Cached")
@@ -187,10 +194,13 @@ def test_kernels_attend_as_the_functions_say(
     visible_block: int | None,
     part: int,
 ) -> None:
-    """By blocks and without, and with a ``part`` of each head turned."""
+    """By blocks and without, with a ``part`` of each head turned, and of several requests in a row."""
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
-    feeds = _pass(np.random.default_rng(seed), cache_dtype, B, T, S, G * group, G, D, rotary_size)
+    rng = np.random.default_rng(seed)
+    feeds = _pass(rng, cache_dtype, B, T, S, G * group, G, D, rotary_size)
+    if B == 1:
+        feeds[-1] = _segments(rng, T, S)
     model = _call(cache_dtype, G * group, G, rotary_size, visible_block)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)

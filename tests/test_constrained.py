@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from constraints import Longest, compiled, made_up_vocabulary
 from denoisers import under_native_loop
+from jsonschema import Draft202012Validator
 from networks import make_network
+from schemas import random_document
 from test_block_cache import network_of
-from test_visibility import random_denoiser
+from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
 from dlm_export.network.constrained import Constrained
@@ -44,6 +48,26 @@ LOOPS: dict[str, dict[str, Any]] = {
     "entropy bound": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 9.0, "block_length": 8},
     "dream": {"preset": "dream", "temperature": 0.0, "steps": 9},
     "blocks go on": {"preset": "fast-dllm", "block_length": 6, "threshold": 0.05, "stop": "none"},
+    "dream's draws": {"preset": "dream", "steps": 5},
+    "draws": {"preset": "llada", "block_length": 8, "steps": 6, "temperature": 1.3, "seed": 5},
+    "few drawn from": {
+        "preset": "fast-dllm",
+        "block_length": 9,
+        "threshold": 0.3,
+        "temperature": 2.0,
+        "top_k": 3,
+        "score_of": "draw",
+    },
+    "margins of draws": {"preset": "fast-dllm", "commit": "factor", "score": "margin", "temperature": 0.5, "score_of": "draw"},
+    "marginals": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.4, "score_of": "marginal"},
+    "margins of marginals": {
+        "preset": "llada",
+        "block_length": 8,
+        "score": "margin",
+        "score_of": "marginal",
+        "temperature": 0.7,
+    },
+    "entropies of marginals": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 5.0, "score_of": "marginal"},
     "edits": {"preset": "llada", "block_length": 8, "steps": 6, "remask": "edit", "edit_threshold": 0.02, "edit_passes": 5},
 }
 
@@ -144,6 +168,49 @@ def test_given_tokens_between_masks_are_part_of_the_text(
         bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint)
 
 
+@pytest.mark.parametrize("loop", ["llada", "random order", "margins", "threshold, refresh", "dream", "blocks go on"])
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_requests_that_end_early_are_completed_to_a_whole_text(
+    denoisers: dict[str, Denoiser], bundles: dict[str, Bundle], automata: dict[str, Automaton], name: str, loop: str
+) -> None:
+    constraint, policy = Constraint(automata[name].as_bytes()), policy_of(LOOPS[loop])
+    for most in (1, 2, 4):
+        canvas = start_canvas(PROMPT, NEW, MASK)
+        proposer = Constrained(MASK, ENDS[0], policy, automata[name], canvas)
+        steps = LOOPS[loop].get("steps", 0)
+        wanted = reference.fill(denoisers["shift 0"], canvas, policy, steps, proposer=proposer, max_steps=most)
+        request: dict[str, Any] = {"tokens": PROMPT, "max_new_tokens": NEW, "constraint": constraint, "max_steps": most}
+        out = bundles["shift 0"].generate(**request, **fields_of(LOOPS[loop]))
+        assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+        assert re.fullmatch(EXPRESSIONS[name].encode(), text_of(out.tokens[len(PROMPT) :]))
+
+
+def test_what_no_pass_has_scored_becomes_the_shortest_text(bundles: dict[str, Bundle], automata: dict[str, Automaton]) -> None:
+    cancel = threading.Event()
+    cancel.set()
+    for name, automaton in automata.items():
+        out = bundles["shift 0"].generate(
+            tokens=PROMPT, max_new_tokens=NEW, constraint=Constraint(automaton.as_bytes()), cancel=cancel
+        )
+        assert (out.finish, out.nfe) == ("cancelled", 0)
+        generated = out.tokens[len(PROMPT) :]
+        assert generated.index(ENDS[0]) == automaton.shortest
+        assert re.fullmatch(EXPRESSIONS[name].encode(), text_of(generated))
+
+
+def test_given_tokens_behind_stay_part_of_a_text_that_is_completed(
+    bundles: dict[str, Bundle], automata: dict[str, Automaton]
+) -> None:
+    letter = {text: token for token, text in enumerate(WORDS.tokens) if text}
+    tokens = [*PROMPT, *[MASK] * 9, letter[b"x"], MASK]
+    out = bundles["shift 0"].generate(
+        tokens=tokens, max_new_tokens=0, constraint=Constraint(automata["parts of characters"].as_bytes()), max_steps=1
+    )
+    assert out.finish == "steps"
+    assert out.tokens[12] == letter[b"x"]
+    assert re.fullmatch(EXPRESSIONS["parts of characters"].encode(), text_of(out.tokens[3:]))
+
+
 def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     bundles: dict[str, Bundle], automata: dict[str, Automaton]
 ) -> None:
@@ -158,13 +225,11 @@ def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     assert out.finish == "constraint", "it is whole, though no end token has room"
 
 
-def test_constraints_of_other_bundles_and_draws_are_refused(bundles: dict[str, Bundle], automata: dict[str, Automaton]) -> None:
+def test_constraints_of_other_bundles_are_refused(bundles: dict[str, Bundle]) -> None:
     bundle = bundles["shift 0"]
     other = Constraint(compiled("a", WORDS, VOCAB + 1, ENDS).as_bytes())
     with pytest.raises(RequestError, match="a vocabulary of 129 tokens, and the denoiser has 128"):
         bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=other)
-    with pytest.raises(RequestError, match='use select = "argmax"'):
-        bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=Constraint(automata["words"].as_bytes()), temperature=0.5)
 
 
 def test_what_is_forced_is_decided_before_the_first_pass(bundles: dict[str, Bundle]) -> None:
@@ -179,10 +244,53 @@ def test_what_is_forced_is_decided_before_the_first_pass(bundles: dict[str, Bund
     assert json.loads(text_of(events[-1].canvas[3:])) in ({"ab12": True}, {"ab12": False})
 
 
-def test_requests_of_a_batch_are_constrained_alike(bundles: dict[str, Bundle], automata: dict[str, Automaton]) -> None:
+@pytest.mark.parametrize("loop", ["threshold", "draws", "few drawn from"])
+def test_requests_of_a_batch_are_constrained_alike(
+    bundles: dict[str, Bundle], automata: dict[str, Automaton], loop: str
+) -> None:
     bundle, constraint = bundles["shift 0"], Constraint(automata["words"].as_bytes())
-    given: dict[str, Any] = {"max_new_tokens": NEW, "constraint": constraint, **fields_of(LOOPS["threshold"])}
+    given: dict[str, Any] = {"max_new_tokens": NEW, "constraint": constraint, **fields_of(LOOPS[loop])}
     prompts = [PROMPT, [21, 22, 23], [40, 41, 42]]
     together = bundle.generate_batch(tokens=prompts, **given)
     assert [out.tokens for out in together] == [bundle.generate(tokens=tokens, **given).tokens for tokens in prompts]
     assert bundle.generate(tokens=PROMPT, max_new_tokens=NEW).tokens != together[0].tokens, "the next request is free again"
+
+
+# ---- Worst cases: networks that know nothing ----
+
+UNTAUGHT: tuple[dict[str, Any], ...] = (
+    {"commit": "threshold", "threshold": 0.3, "cache": "dual"},
+    {"commit": "factor", "factor": 2.0, "cache": "prefix", "refresh": 8, "score_of": "marginal"},
+    {"commit": "static", "steps_per_block": 3, "temperature": 0.9, "top_p": 0.9, "score_of": "draw"},
+    {"commit": "static", "steps_per_block": 4, "max_steps": 2, "cache": "dual"},
+)
+
+
+def check_schemas(count: int) -> None:
+    """Random schemas over networks of random weights that see everything, that are shifted, and that see blocks."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "eos_token_ids": ENDS, "max_canvas_length": 1024}
+    networks = [make_network(shift=shift, **sizes) for shift in (0, 1)]
+    networks.append(seeing(make_network(**sizes), [("block", 8)] * 2))
+    bundles = [under_native_loop(random_denoiser(network)) for network in networks]
+    source = random.Random(23)
+    for number in range(count):
+        wanted, bundle = random_document(source), bundles[number % len(bundles)]
+        automaton = compiled(schema.expression(wanted), WORDS, VOCAB, ENDS, is_of_json=True)
+        room = automaton.shortest + source.choice((0, 1, 5, 30))
+        fields = {"block_length": max(8, -(-room // 24) * 8)} | source.choice(UNTAUGHT)
+        if bundle.visible_block is not None:
+            fields |= {"cache": "block", "refresh": 0}
+        out = bundle.generate(
+            tokens=PROMPT, max_new_tokens=room, constraint=Constraint(automaton.as_bytes()), seed=number, **fields
+        )
+        value = json.loads(text_of(out.tokens[len(PROMPT) :]))
+        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+
+
+def test_random_schemas_are_kept_by_networks_of_random_weights() -> None:
+    check_schemas(9)
+
+
+@pytest.mark.slow
+def test_many_random_schemas_are_kept_by_networks_of_random_weights() -> None:
+    check_schemas(200)

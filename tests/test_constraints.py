@@ -25,7 +25,7 @@ from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, Request
 from dlm_runtime.constraints import compiled as kept
 from dlm_runtime.constraints import expressions, schema
 from dlm_runtime.constraints.automaton import Automaton
-from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, between, byte_automaton
 from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
 from dlm_runtime.tokenizer import Tokenizer
@@ -65,6 +65,33 @@ def test_byte_automata_accept_what_python_matches(expression: str) -> None:
         for letters in itertools.product("abcé", repeat=length):
             text = "".join(letters)
             assert texts.matches(text.encode()) == bool(re.fullmatch(expression, text)), text
+
+
+@settings(max_examples=25, deadline=None)
+@given(expression=small_expressions(), before=st.text("abcé", max_size=2), behind=st.text("abcé", max_size=2))
+def test_what_stands_between_given_texts_is_what_makes_a_whole_one(expression: str, before: str, behind: str) -> None:
+    texts = byte_automaton(expression, CompileLimits())
+    middles = ["".join(letters) for length in range(4) for letters in itertools.product("abcé", repeat=length)]
+    try:
+        inside = between(texts, before, behind)
+    except RequestError:
+        assert not any(texts.matches((before + middle + behind).encode()) for middle in middles)
+        return
+    for middle in middles:
+        assert inside.matches(middle.encode()) == texts.matches((before + middle + behind).encode())
+
+
+def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> None:
+    texts = texts_of({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
+    with pytest.raises(
+        RequestError, match=r"""starts with '\{"name": "', though some may with '\{"name":': JSON is compact there"""
+    ):
+        between(texts, '{"name": "', "")
+    with pytest.raises(RequestError, match=r"""starts with '\{"name":"' and ends with '\]'$"""):
+        between(texts, '{"name":"', "]")
+    inside = between(texts, '{"na', "}")
+    assert inside.matches(b'me":"x"')
+    assert not inside.matches(b'me":"x"}')
 
 
 def test_automata_are_minimal() -> None:

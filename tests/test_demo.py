@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from denoisers import load
 
 import dlm_runtime
+from dlm_export.cli import main
 from dlm_export.network import reference
 from dlm_runtime import Bundle
 
@@ -193,6 +195,59 @@ def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) 
     # A denoiser that was asked for something else has to answer by the schema all the same.
     out = demo.generate(prompt="what is the weather like", max_new_tokens=constraint.shortest, constraint=constraint)
     validator.validate(json.loads(out.text or ""))
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"room": {"type": "string", "minLength": 1}, "state": {"enum": ["on", "off"]}},
+    "required": ["room", "state"],
+    "additionalProperties": False,
+}
+
+
+def test_a_given_beginning_is_part_of_the_constrained_text(
+    demo: Bundle, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
+    for prefix in ('{"room":"kit', '{"', '{"room":"attic","state":"o'):
+        out = demo.generate(prompt=COMMAND, prefix=prefix, schema=PLACE, max_new_tokens=24)
+        assert out.text is not None
+        assert out.text.startswith(prefix)
+        assert json.loads(out.text)["state"] in ("on", "off")
+        *_, last = demo.stream(prompt=COMMAND, prefix=prefix, schema=PLACE, max_new_tokens=24)
+        assert last.text == out.text
+    with pytest.raises(dlm_runtime.RequestError, match=r"^no text of the constraint starts with '\{ '"):
+        demo.generate(prompt=COMMAND, prefix="{ ", schema=PLACE, max_new_tokens=24)
+    schema = tmp_path / "place.json"
+    schema.write_text(json.dumps(PLACE))
+    common = [str(demo_bundle), "--schema", str(schema), "--threads", "1", "--json"]
+    run = CliRunner().invoke(main, ["run", *common, "--prompt", COMMAND, "--prefix", '{"room":"kit', "--max-new-tokens", "24"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(json.loads(run.stdout)["text"])["room"].startswith("kit")
+    text = 'turn on the kitchen lights {"room":"<mask>"}'
+    run = CliRunner().invoke(main, ["run", *common, "--infill", text, "--constrain-from", "27", "--hole-tokens", "12"])
+    assert run.exit_code == 0, run.output
+    said = json.loads(run.stdout)["text"]
+    assert said.startswith('turn on the kitchen lights {"room":"')
+    assert set(json.loads(said[27:])) == {"room", "state"}
+
+
+def test_a_hole_is_filled_so_that_the_text_around_it_is_valid(demo: Bundle, tmp_path: Path) -> None:
+    text = 'turn on the kitchen lights {"room":"<mask>","state":"on"}'
+    done = demo.infill(text, lengths=[[1, 6, 9]], constrain_from=text.index("{"), schema=PLACE)
+    assert json.loads(done.text[27:])["state"] == "on"
+    with pytest.raises(dlm_runtime.RequestError, match=r"^infill: constrain_from = 40 is not in front of the hole, at 0..36$"):
+        demo.infill(text, constrain_from=40, schema=PLACE)
+    with pytest.raises(
+        dlm_runtime.RequestError, match=r"^infill: constrain_from = 0 without a constraint: give one of schema, "
+    ):
+        demo.infill(text, constrain_from=0)
+    with pytest.raises(dlm_runtime.RequestError, match=r"^infill: a text of 2 holes cannot be constrained as a whole: "):
+        demo.infill(text + "<mask>", constrain_from=27, schema=PLACE)
+    with pytest.raises(
+        dlm_runtime.RequestError, match=r"^infill: the shortest text for the hole has [2-9] tokens: give it as many"
+    ):
+        demo.infill('{"room":"<mask>', lengths=[1], constrain_from=0, schema=PLACE)
 
 
 def test_a_closed_bundle_refuses_requests_and_ends_its_streams(demo_bundle: Path) -> None:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer  # noqa: E402
 
 ARGUMENTS = {function.name: function.arguments for function in several.EVERY_FUNCTION}
 TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d")
+RELATIVE = re.compile(r"\$[1-5]([+-][1-9]\d*)?")
 
 
 @pytest.fixture(scope="module")
@@ -107,32 +108,36 @@ def test_results_are_of_earlier_calls_that_have_one(training: list[several.Reque
                 references += 1
                 assert 1 <= int(index) < number
                 giver = request.functions[int(index) - 1]
+                if call["arguments"].get("time", "").startswith(f"${index}"):
+                    assert "time" in json.loads(request.completion)[int(index) - 1]["arguments"]
+                    continue
                 # A place near a destination that was itself found is the one indirect case.
                 assert giver in several.RESULTS, request
                 assert call["name"] != "navigate" or giver == "find_place"
     assert references > 300
 
 
-def test_times_are_of_a_day_and_said_or_come_to(training: list[several.Request]) -> None:
+def test_times_are_of_a_day_or_of_an_earlier_call(training: list[several.Request]) -> None:
     relative = 0
     for request in training:
         for call, template in zip(json.loads(request.completion), request.templates, strict=True):
             if "time" in call["arguments"]:
-                assert TIME.fullmatch(call["arguments"]["time"])
-                relative += "=later" in template
+                is_relative = "=later" in template or "=same_time" in template
+                assert (RELATIVE if is_relative else TIME).fullmatch(call["arguments"]["time"])
+                relative += is_relative
     assert relative > 300
 
 
 @pytest.mark.parametrize(
-    ("time", "choices", "spoken", "wanted"),
+    ("choices", "spoken", "wanted"),
     [
-        ("06:00", [(30, "half an hour"), ("later", 1)], "half an hour later", "06:30"),
-        ("23:30", [(90, "an hour and a half"), ("after that", 1)], "an hour and a half after that", "01:00"),
-        ("00:15", [(30, "half an hour"), ("before that", -1)], "half an hour before that", "23:45"),
+        ([(30, "half an hour"), ("later", "+")], "half an hour later", "$2+30"),
+        ([(90, "an hour and a half"), ("after that", "+")], "an hour and a half after that", "$2+90"),
+        ([(60, "one hour"), ("before that", "-")], "one hour before that", "$2-60"),
     ],
 )
-def test_a_later_time_is_counted_round_the_clock(time: str, choices: list[object], spoken: str, wanted: str) -> None:
-    assert several._later(time, Fixed([0.0], choices)) == (spoken, wanted)
+def test_a_later_time_counts_minutes_from_the_call_that_is_meant(choices: list[object], spoken: str, wanted: str) -> None:
+    assert several._later("$2", Fixed([0.0], choices)) == (spoken, wanted)
 
 
 def test_a_reference_means_the_latest_call_that_has_such_a_thing() -> None:
@@ -141,13 +146,13 @@ def test_a_reference_means_the_latest_call_that_has_such_a_thing() -> None:
         speaker.say(is_referring=number % 2 == 1)
     latest: dict[str, object] = {}
     checked = 0
-    for call, template in zip(speaker.calls, speaker.templates, strict=True):
+    for number, (call, template) in enumerate(zip(speaker.calls, speaker.templates, strict=True), 1):
         for argument, kind in data.slots(template):
             if argument in call["arguments"] and kind in several.SPOKEN and several.MEANT_BY[kind] in latest:
                 value = call["arguments"][argument]
                 assert value == latest[several.MEANT_BY[kind]], (call, template)
                 checked += 1
-        latest |= call["arguments"]
+        latest |= call["arguments"] | ({"time": f"${number}"} if "time" in call["arguments"] else {})
     assert checked > 50
 
 

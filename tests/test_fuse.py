@@ -75,6 +75,8 @@ def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[s
         "score_rows": rng.integers(0, T, (2, R)),
     }
     for port in model.graph.input[3:]:
+        if port.name == graph.SEGMENTS:  # may be left out
+            continue
         heads, size = (port.type.tensor_type.shape.dim[i].dim_value for i in (1, 3))
         feeds[port.name] = rng.standard_normal((2, heads, S, size)).astype(np.float32)
     return feeds

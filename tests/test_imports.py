@@ -20,6 +20,7 @@ ROOMS = (
     {"network"},
     {"bundle"},
     {"checkpoints"},
+    {"text"},
     {"graph"},
     {"tensorrt"},
     {"families"},

@@ -23,7 +23,7 @@ from dlm_export.judging.evidence import Evidence
 from dlm_export.judging.frontier import Met, follow, meet, meet_within
 from dlm_export.judging.judge import Budgets
 from dlm_export.judging.predictors import Seer
-from dlm_export.judging.replay import Replayed
+from dlm_export.judging.replay import Replayed, record
 from dlm_export.judging.rounds import Effort, judge_in_rounds
 from dlm_export.judging.swept import SweptPredictor
 from dlm_export.judging.threshold import refit_by_replay
@@ -282,7 +282,8 @@ class Shown(Sure):
 def test_a_threshold_found_by_replay_is_confirmed_by_generations() -> None:
     samples = [answered()] * 4
     reference, candidate = Shown(0.97), Sure(0.8)
-    found = refit_by_replay(reference, candidate, samples, POLICY, 8, decode, preset="fast-dllm")
+    recording = record(candidate, samples, POLICY, 8, 64)
+    found = refit_by_replay(reference, candidate, recording, 8, decode, preset="fast-dllm")
     assert reference.shown == 8, "two passes a run of the candidate"
     assert (found.verdict, found.found_by, found.quality) == ("lowered", "replay", "task")
     assert (found.original.nfe, found.refitted.nfe, found.reference.nfe) == (2, 1, 1)
@@ -303,6 +304,7 @@ def test_a_threshold_that_generations_do_not_show_to_be_better_is_not_taken() ->
 def test_the_preset_named_for_parallel_decoding_can_be_replayed(sides: Sides) -> None:
     samples = sides.samples(3)
     policy = PRESETS["fast-dllm"].with_fields({"block_length": 8, "threshold": 0.05})
-    found = refit_by_replay(sides.seer, sides.free, samples, policy, 8, no_text)
+    recording = record(sides.free, samples, policy, 8, sides.free.max_canvas_length)
+    found = refit_by_replay(sides.seer, sides.free, recording, 8, no_text)
     assert (found.verdict, found.quality, found.samples) == ("kept", "agreement", 3)
     assert found.original.nfe == found.reference.nfe

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from test_native import REPOSITORY, SOURCE, run, sanitized, sanitized_example, succeed, tool  # noqa: F401
+from test_native import REPOSITORY, SANITIZE, SOURCE, compile_c, run, sanitized, succeed, tool  # noqa: F401
 
 import dlm_runtime
 from dlm_calibration.formats import FP16, quantise_weight
@@ -386,6 +386,10 @@ LIES: dict[str, tuple[str, Edit]] = {
     "positions behind the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1, 256]]))),
     "positions before the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, -1, 2]]))),
     "positions of another shape": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1]]))),
+    "segments of two numbers": ("CachedAttention", _replaced("CachedAttention", 8, np.array([[0, 3]]))),
+    "segments of fewer tokens": ("CachedAttention", _replaced("CachedAttention", 8, np.array([[0, 0, 0, 1]]))),
+    "segments beyond what is cached": ("CachedAttention", _replaced("CachedAttention", 8, np.array([[0, 1 << 40, 0, 3]]))),
+    "segments in a row": ("CachedAttention", _replaced("CachedAttention", 8, np.array([0, 0, 0, 3]))),
     "blocks of no tokens": ("BlockCachedAttention", _by_blocks(0)),
     "blocks of a negative number": ("BlockCachedAttention", _by_blocks(-4)),
     "blocks beyond all positions": ("BlockCachedAttention", _by_blocks(1 << 40)),
@@ -434,14 +438,20 @@ def test_a_graph_that_lies_is_refused_by_its_operator(lying: Callable[[str], Pat
 # ---- Under sanitizers ----
 
 
+@pytest.fixture(scope="session")
+def by_tokens(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    source = Path(__file__).with_name("generate_tokens.c")
+    return compile_c(tmp_path_factory.mktemp("tokens") / "generate_tokens", source, sanitized, *SANITIZE)
+
+
 def test_kernels_agree_with_plain_loops_under_sanitizers(sanitized: Path) -> None:  # noqa: F811
     out = succeed(sanitized / "kernels_test")
     assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_no_lie_gets_past_the_sanitizers(sanitized_example: Path, lying: Callable[[str], Path], name: str) -> None:  # noqa: F811
-    done = run(sanitized_example, lying(name), "2", "1", ASAN_OPTIONS="detect_leaks=1")
+def test_no_lie_gets_past_the_sanitizers(by_tokens: Path, lying: Callable[[str], Path], name: str) -> None:
+    done = run(by_tokens, lying(name), "2", "1", ASAN_OPTIONS="detect_leaks=1")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1
     assert LIES[name][0] in done.stderr
@@ -449,12 +459,12 @@ def test_no_lie_gets_past_the_sanitizers(sanitized_example: Path, lying: Callabl
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_passes_of_the_kernels_are_clean_under_sanitizers(
-    sanitized_example: Path,  # noqa: F811
+    by_tokens: Path,
     bundles: dict[str, Path],
     name: str,
     kernels: str,
 ) -> None:
-    done = run(sanitized_example, bundles[name], "40", "3", "1", "4", ASAN_OPTIONS="detect_leaks=1", DLM_KERNELS=kernels)
+    done = run(by_tokens, bundles[name], "40", "3", "1", "4", ASAN_OPTIONS="detect_leaks=1", DLM_KERNELS=kernels)
     assert done.returncode == 0, done.stderr
 
 

@@ -27,7 +27,7 @@ HEADER = SOURCE / "include" / "dlm_runtime.h"
 EXAMPLE = REPOSITORY / "examples" / "embed"
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic"]
 SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-GIVEN, NEW_TOKENS = [3, 1, 4, 1, 5], 40
+PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
 # Programs installed into the environment (pip install cmake ninja) come before the system's.
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 STRUCTS: dict[str, type[ctypes.Structure]] = {
@@ -43,6 +43,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_stats": _native.Stats,
     "dlm_pass_counts": _native.PassCounts,
     "dlm_result": _native.Result,
+    "dlm_scheduler_options": _native.SchedulerOptions,
+    "dlm_scheduler_stats": _native.SchedulerStats,
+    "dlm_message": _native.Message,
 }
 
 
@@ -158,21 +161,15 @@ class Request:
     """What the example is asked, and what Python's answer to the same is."""
 
     arguments: list[str]
-    answer: list[int]
+    answer: str
 
 
 @pytest.fixture(scope="session")
-def request_of_example(llada_bundle: Path) -> Request:
-    with dlm_runtime.open(llada_bundle) as bundle:
-        tokens = bundle.generate(tokens=GIVEN, max_new_tokens=NEW_TOKENS).tokens
-    assert tokens[: len(GIVEN)] == GIVEN
-    return Request([str(llada_bundle), str(NEW_TOKENS), *map(str, GIVEN)], tokens[len(GIVEN) :])
-
-
-def ids(line: str) -> list[int]:
-    assert line.endswith("\n")
-    assert line.count("\n") == 1
-    return [int(token) for token in line.split()]
+def request_of_example(demo_bundle: Path) -> Request:
+    with dlm_runtime.open(demo_bundle) as bundle:
+        text = bundle.generate(prompt=PROMPT, max_new_tokens=NEW_TOKENS).text
+    assert text
+    return Request([str(demo_bundle), str(NEW_TOKENS), PROMPT], text)
 
 
 # ---- Under sanitizers ----
@@ -180,6 +177,10 @@ def ids(line: str) -> list[int]:
 
 def test_native_tests_pass_under_sanitizers(sanitized: Path) -> None:
     assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "native_test"), flags=re.MULTILINE)
+
+
+def test_requests_that_share_passes_come_to_what_each_comes_to_alone_under_sanitizers(sanitized: Path) -> None:
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "scheduler_test"), flags=re.MULTILINE)
 
 
 def test_constraints_are_read_and_kept_to_under_sanitizers(sanitized: Path) -> None:
@@ -208,29 +209,29 @@ def sanitized_example(sanitized: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_c_example_generates_what_python_does_and_leaks_nothing(sanitized_example: Path, request_of_example: Request) -> None:
     done = run(sanitized_example, *request_of_example.arguments, ASAN_OPTIONS="detect_leaks=1")
     assert done.returncode == 0, done.stderr
-    assert ids(done.stdout) == request_of_example.answer
+    assert done.stdout == request_of_example.answer + "\n"
     assert re.fullmatch(r"[1-9]\d* passes, \d+\.\d+ s\n", done.stderr)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "usage: generate BUNDLE NEW_TOKENS [ID...]"),
-        (["{bundle}", "many"], 2, "usage: "),
-        (["{bundle}", "-1"], 2, "usage: "),
-        (["{bundle}", "4", "1x"], 2, '"1x" is not a token id'),
-        (["{bundle}", "4", "4294967297"], 2, '"4294967297" is not a token id'),
-        (["/no/such/bundle", "4"], 1, "NOT_FOUND: /no/such/bundle: "),
-        (["{bundle}", "4", "-1"], 1, "INVALID_ARGUMENT: token id -1 at position 0 "),
-        (["{bundle}", "100000"], 1, "INVALID_ARGUMENT: a canvas of 100000 tokens "),
-        (["{bundle}", "0"], 1, "INVALID_ARGUMENT: the canvas is empty"),
+        ([], 2, "usage: generate BUNDLE NEW_TOKENS PROMPT"),
+        (["{bundle}", "many", "x"], 2, "usage: "),
+        (["{bundle}", "-1", "x"], 2, "usage: "),
+        (["{bundle}", "4"], 2, "usage: "),
+        (["/no/such/bundle", "4", "x"], 1, "NOT_FOUND: /no/such/bundle: "),
+        (["{bundle}", "4", "x"], 1, "UNSUPPORTED: this bundle holds no compiled text: it has no tokenizer, "),
+        (["{demo}", "4", b"\xff"], 1, "INVALID_ARGUMENT: the text is no UTF-8: byte 0 "),
+        (["{demo}", "100000", "x"], 1, "INVALID_ARGUMENT: a canvas of 100003 tokens (3 given and 100000 new) "),
     ],
-    ids=["nothing", "no number", "negative", "no id", "id beyond int32", "no bundle", "id outside", "too long", "empty"],
+    ids=["nothing", "no number", "negative", "no prompt", "no bundle", "no tokenizer", "no UTF-8", "too long"],
 )
 def test_c_example_names_every_error_and_frees_everything(
-    sanitized_example: Path, llada_bundle: Path, arguments: list[str], code: int, message: str
+    sanitized_example: Path, llada_bundle: Path, demo_bundle: Path, arguments: list[str | bytes], code: int, message: str
 ) -> None:
-    given = [str(llada_bundle) if argument == "{bundle}" else argument for argument in arguments]
+    named: dict[str | bytes, str] = {"{bundle}": str(llada_bundle), "{demo}": str(demo_bundle)}
+    given = [os.fsdecode(named.get(argument, argument)) for argument in arguments]
     done = run(sanitized_example, *given, ASAN_OPTIONS="detect_leaks=1")
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert message in done.stderr
@@ -291,6 +292,7 @@ def test_ctypes_table_covers_every_function_of_the_header() -> None:
         "const dlm_policy_field *": ctypes.POINTER(_native.PolicyField),
         "const dlm_kernel_set *": ctypes.POINTER(_native.KernelSet),
         "const uint8_t *": ctypes.POINTER(ctypes.c_uint8),
+        "const int32_t *": ctypes.POINTER(ctypes.c_int32),
         "void": None,
     }
     for name, (result, count) in functions.items():
@@ -355,14 +357,14 @@ def test_pkg_config_file_builds_the_example(prefix: Path, request_of_example: Re
     flags = succeed(pkg_config, "--cflags", "--libs", "dlm_runtime", PKG_CONFIG_PATH=str(prefix / "lib" / "pkgconfig")).split()
     succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
     out = succeed(tmp_path / "generate", *request_of_example.arguments, LD_LIBRARY_PATH=str(prefix / "lib"))
-    assert ids(out) == request_of_example.answer
+    assert out == request_of_example.answer + "\n"
 
 
 def test_cmake_package_builds_the_example(prefix: Path, request_of_example: Request, tmp_path: Path) -> None:
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DCMAKE_PREFIX_PATH={prefix}"]
     succeed(tool("cmake"), "-S", EXAMPLE, "-B", tmp_path, *generator)
     succeed(tool("cmake"), "--build", tmp_path)
-    assert ids(succeed(tmp_path / "generate", *request_of_example.arguments)) == request_of_example.answer
+    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
 
 
 @pytest.mark.slow
@@ -374,4 +376,4 @@ def test_valgrind_finds_no_error_and_no_leak(release: Path, request_of_example: 
     suppressions = Path(__file__).parent / "native_valgrind.supp"
     leaks = ["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"]
     command = [valgrind, "--error-exitcode=99", f"--suppressions={suppressions}", *leaks, str(example)]
-    assert ids(succeed(*command, *request_of_example.arguments)) == request_of_example.answer
+    assert succeed(*command, *request_of_example.arguments) == request_of_example.answer + "\n"

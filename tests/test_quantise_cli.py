@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import dlm_runtime
 from dlm_export import targets
+from dlm_export.bundle import read_manifest
 from dlm_export.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,9 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
     assert precision["calibration"]["states"] == 24
     assert len(precision["calibration"]["states_sha256"]) == 64
     assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
+    assert (manifest["effort"]["preset"], manifest["effort"]["found_by"]) == ("fast-dllm", "replay")
+    assert manifest["effort"]["samples"] == precision["threshold"]["samples"]
+    assert printed["effort"] == manifest["effort"]
     accuracy = json.loads((folder / "accuracy.json").read_text())
     assert {row["layer"] for row in accuracy["judgement"]["layers"]} == {
         layer for layer, name in precision["layers"].items() if name != "high"
@@ -79,6 +83,20 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
     assert printed["parity"]["passed"]
     with dlm_runtime.open(folder, threads=1) as bundle:
         assert bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, preset="fast-dllm").nfe > 0
+
+
+def test_levels_of_effort_are_fitted_again_and_the_report_shows_them(int8: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(int8[0], tmp_path / "bundle"))
+    assert "Loops were tried by replaying runs" in (folder / "report.html").read_text()
+    result = _run("effort", folder, "--samples", 2, "--threads", 1, "--json")
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(folder)
+    assert manifest["effort"] == json.loads(result.stdout)
+    assert manifest["effort"]["found_by"] == "generations"
+    page = (folder / "report.html").read_text()
+    assert "Loops were tried by replaying runs" not in page
+    assert "Speed while judging" in page
+    assert sorted(os.listdir(folder)) == sorted([*manifest["files"], "manifest.json"])
 
 
 def test_the_same_seed_gives_the_same_bundle(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, out: Path) -> None:

@@ -23,7 +23,8 @@ from dlm_export.judging import figures, report
 from dlm_export.judging.report import ReportError, write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FIGURES = ("Loss by mask ratio", "Range drift by layer", "Sensitivity by layer", "Passes a prompt", "Quality against passes")
+FIGURES = ("Loss by mask ratio", "Range drift by layer", "Sensitivity by layer", "Passes a prompt")
+FIGURES += ("Quality against passes", "Effort levels")
 
 
 def rendered(
@@ -84,7 +85,7 @@ def test_every_section_and_figure_is_on_the_page(page_text: str) -> None:
     page = Page(page_text)
     links = {attrs["href"] for tag, attrs in page.elements if tag == "a"}
     assert links == {f"#{attrs['id']}" for tag, attrs in page.elements if tag == "section"}
-    assert len(links) == 11
+    assert len(links) == 12
     charts = [attrs for tag, attrs in page.elements if tag == "svg"]
     assert [chart["role"] for chart in charts] == ["img"] * len(FIGURES)
     assert all(len(chart["aria-label"] or "") > 60 for chart in charts)
@@ -109,6 +110,8 @@ def test_verdict_figures_and_worst_places_are_in_words(page_text: str) -> None:
         "1.031 (0.990 to 1.070)",
         "\N{MINUS SIGN}0.6 (\N{MINUS SIGN}1.8 to +0.4)",
         "At threshold 0.92 instead of 0.9",
+        "Loops of preset fast-dllm that commit sooner or later, on 11 samples",
+        "low 65.0% 5.00 threshold = 0.6 medium 70.0% 8.00",
         "e5" * 32,
         f"The other {12 * len(ROLES) - report.FIGURE_LAYERS} layers",
     ):
@@ -207,6 +210,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     manifest["network"]["architecture"] = manifest["targets"][0] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
     manifest["precision"]["layers"][f"blocks.3.{HOSTILE}"] = HOSTILE
     manifest["precision"]["high_precision"].append(HOSTILE)
+    manifest["effort"]["preset"] = manifest["effort"]["levels"]["low"]["changes"]["commit"] = HOSTILE
     judgement, calibration = accuracy["judgement"], accuracy["calibration"]
     judgement["reference"] = judgement["candidate"] = judgement["policy"][HOSTILE] = calibration["data"]["name"] = HOSTILE
     judgement["layers"][0]["layer"] = calibration["layers"][0]["layer"] = f"{HOSTILE}\n"
@@ -239,6 +243,13 @@ def test_the_report_says_how_the_layers_losses_were_found(tmp_path: Path, method
     accuracy = made_up_accuracy()
     accuracy["judgement"]["layers_method"] = method
     assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_bundle_without_effort_levels_has_none_on_its_page(tmp_path: Path) -> None:
+    manifest = made_up_manifest()
+    del manifest["effort"]
+    assert "No effort levels were fitted." in Page(rendered(tmp_path, manifest)).text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -113,7 +113,7 @@ def builtin_samples(
     samples = []
     for _, line in _lines(_BUILTIN):
         pair = json.loads(line)
-        chat = [{"role": "user", "content": pair["prompt"]}] if tokenizer.has_chat_template else None
+        chat = [{"role": "user", "content": pair["prompt"]}] if tokenizer.template is not None else None
         sample = _completed(tokenizer, pair["prompt"], chat, pair["completion"], eos_token_id)
         if len(sample.tokens) <= max_canvas_length:
             samples.append(sample)
@@ -185,7 +185,7 @@ def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
         return _completed(tokenizer, prompt, None, completion, eos_token_id)
     if "messages" in record:
         messages, completion = _conversation(record["messages"])
-        if not tokenizer.has_chat_template:
+        if tokenizer.template is None:
             raise ValueError("messages need a chat template, and this tokenizer has none: give prompt and completion")
         prompt = "\n".join(message["content"] for message in messages)
         return _completed(tokenizer, prompt, messages, completion, eos_token_id)

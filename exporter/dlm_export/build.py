@@ -20,6 +20,7 @@ from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.graph.fuse import Fused
 from dlm_export.judging.auto import CurvePoint
 from dlm_export.judging.judge import Judgement
+from dlm_export.judging.levels import Levels
 from dlm_export.judging.parity import Parity
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.threshold import Refit
@@ -52,6 +53,7 @@ class BuildReport:
     parity: Parity | None
     judgement: Judgement | None
     threshold: Refit | None
+    levels: Levels | None
     cache: dict[str, Any] | None
     """What rounding keys and values in the cache costs by itself (``rounded.judge_cache``); None where nothing is rounded."""
     curve: list[CurvePoint]
@@ -77,6 +79,7 @@ class BuildReport:
             "parity": None if self.parity is None else self.parity.as_dict(),
             "judgement": None if self.judgement is None else self.judgement.as_dict(),
             "threshold": None if self.threshold is None else self.threshold.as_dict(),
+            "effort": None if self.levels is None else self.levels.as_dict(),
             "cache": self.cache,
             "curve": [point.as_dict() for point in self.curve],
             "tuning": None if self.tuning is None else self.tuning.as_dict(),
@@ -152,7 +155,13 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fus
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return bundle_files.make_manifest(
         source.network,
-        graph=trace.describe(source.network, job.cache_dtype, is_simulated=is_simulated, for_device=request.on_gpu),
+        graph=trace.describe(
+            source.network,
+            job.cache_dtype,
+            is_simulated=is_simulated,
+            for_device=request.on_gpu,
+            has_segments=fused is not None and fused.has_segments,
+        ),
         opset=PLAIN_OPSET if request.is_plain else OPSET,
         precision={"name": job.base} if quantised is None else quantised.precision_record(),
         kernels=None if fused is None else fused.as_dict(),
@@ -161,6 +170,7 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fus
         default_preset=source.default_preset,
         tokenizer=None if text.tokenizer is None else "tokenizer.json",
         chat_template=text.chat_template,
+        text=text.compiled,
         config_sha256=source.config_sha256,
     )
 
@@ -225,6 +235,7 @@ def _report(
         parity=None if proof is None else proof.parity,
         judgement=None if proof is None else proof.judgement,
         threshold=None if proof is None else proof.threshold,
+        levels=None if proof is None else proof.levels,
         cache=None if proof is None else proof.cache,
         curve=[] if quantised is None else quantised.curve,
         tuning=None if quantised is None else quantised.tuning,

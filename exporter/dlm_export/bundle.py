@@ -48,6 +48,7 @@ def make_manifest(
     default_preset: str,
     tokenizer: str | None,
     chat_template: dict[str, Any] | None,
+    text: dict[str, str] | None,
     config_sha256: str | None,
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
@@ -74,6 +75,7 @@ def make_manifest(
         "targets": targets,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
+        **({} if text is None else {"text": text}),
     }
 
 
@@ -104,6 +106,21 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]
     text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     with outputs.replaced(folder / MANIFEST_FILE) as new:
         new.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[None]:
+    """Hold the lock of a bundle while its file ``name`` changes, from what ``manifest`` says.
+
+    Raises OutputError: no way to write, someone has it, or someone changed it before.
+    """
+    with outputs.locked(folder):
+        try:
+            if json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")) != manifest:
+                raise outputs.OutputError(f"{folder}: was changed by another process this moment. Try again.")
+            yield
+        except OSError as err:
+            raise outputs.OutputError(f"{folder / name}: cannot write ({err.strerror})") from err
 
 
 def sha256(path: Path) -> str:

@@ -56,6 +56,25 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
+def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
+    """Within, Ctrl-C calls ``on_interrupt``, and is what it was before where that says that it had nothing to do."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not on_interrupt() and callable(before):
+            before(number, frame)
+
+    is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    if is_ours:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def dying_by_signal() -> Iterator[None]:
     """Within, a signal that ends the process is an exception, on whose way all is cleared up; then the process dies by it.
 

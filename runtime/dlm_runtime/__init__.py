@@ -9,25 +9,33 @@ Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Imp
 
 from dlm_runtime.bundle import Bundle, open
 from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
-from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
+from dlm_runtime.errors import BundleError, BusyError, CancelledError, ClosedError, DlmError, EngineError, RequestError
 from dlm_runtime.infill import Infill
 from dlm_runtime.policy import PRESETS, Policy
 from dlm_runtime.results import Event, Generation
+from dlm_runtime.scheduler import Job, Scheduler
+from dlm_runtime.tools import CallFormat, ToolCall
 
 __all__ = [
     "PRESETS",
     "Bundle",
     "BundleError",
+    "BusyError",
+    "CallFormat",
     "CallbackPass",
     "CancelledError",
+    "ClosedError",
     "DenoiserInfo",
     "DlmError",
     "EngineError",
     "Event",
     "Generation",
     "Infill",
+    "Job",
     "Policy",
     "RequestError",
+    "Scheduler",
+    "ToolCall",
     "from_callback",
     "open",
 ]

@@ -6,12 +6,13 @@ import ctypes as C
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 from pathlib import Path
 from typing import TypeVar
 
 from dlm_runtime import policy
-from dlm_runtime.errors import BundleError, CancelledError, DlmError, EngineError, RequestError
+from dlm_runtime.errors import BundleError, BusyError, CancelledError, DlmError, EngineError, RequestError
 
 ABI_VERSION = 3
 MESSAGE_BYTES = 2048
@@ -174,6 +175,18 @@ FINISHES = ("none", "stop", "length", "steps", "deadline", "cancelled", "constra
 """What a request ended by, by DLM_FINISH_..."""
 
 
+def outcome(result: Result) -> dict[str, object]:
+    """What ``Generation`` says of a request that the native loop tells."""
+    return {
+        "nfe": result.nfe,
+        "finish": FINISHES[result.finish],
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "log_probs": [None if math.isnan(value) else value for value in result.log_probs[: result.length]],
+        "undecided": [bool(flag) for flag in result.undecided[: result.length]],
+    }
+
+
 class Request(C.Structure):
     _fields_ = [
         ("tokens", i32p),
@@ -184,6 +197,38 @@ class Request(C.Structure):
     ]
 
 
+class SchedulerOptions(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("max_running", C.c_int32),
+        ("max_waiting", C.c_int32),
+        ("max_tokens", C.c_int32),
+        ("cache_bytes", C.c_uint64),
+    ]
+
+
+class SchedulerStats(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("waiting", C.c_int32),
+        ("running", C.c_int32),
+        ("submitted", C.c_int64),
+        ("finished", C.c_int64),
+        ("refused", C.c_int64),
+        ("passes", C.c_int64),
+        ("shares", C.c_int64),
+        ("busy_s", C.c_double),
+        ("cache_bytes", C.c_uint64),
+    ]
+
+
+class Message(C.Structure):
+    _fields_ = [("role", C.c_char_p), ("content", C.c_char_p), ("content_size", C.c_size_t)]
+
+
+TextFn = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.c_void_p, C.c_size_t)
+_size = C.POINTER(C.c_size_t)
+_chat = [C.POINTER(Message), C.c_size_t]
 _message = [C.c_char_p, C.c_size_t]
 _out = C.POINTER(C.c_void_p)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -208,6 +253,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_bundle_manifest": (C.c_char_p, [C.c_void_p]),
     "dlm_bundle_engine": (C.c_char_p, [C.c_void_p]),
     "dlm_bundle_preset": (C.c_int32, [C.c_void_p, C.c_char_p, *_message, C.POINTER(Policy)]),
+    "dlm_bundle_effort": (C.c_int32, [C.c_void_p, C.c_char_p, *_message, C.POINTER(Policy)]),
     "dlm_session_create": (C.c_int32, [C.c_void_p, *_message, _out]),
     "dlm_session_destroy": (None, [C.c_void_p]),
     "dlm_session_last_error": (C.c_char_p, [C.c_void_p]),
@@ -216,6 +262,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_automaton_destroy": (None, [C.c_void_p]),
     "dlm_automaton_shortest": (C.c_int32, [C.c_void_p]),
     "dlm_session_constrain": (C.c_int32, [C.c_void_p, C.c_void_p]),
+    "dlm_session_constrain_from": (C.c_int32, [C.c_void_p, C.c_void_p, C.c_int32]),
     "dlm_session_before_pass": (C.c_int32, [C.c_void_p, BeforePassFn, C.c_void_p]),
     "dlm_session_generate": (
         C.c_int32,
@@ -236,10 +283,40 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         C.c_int32,
         [C.c_void_p, i32p, C.c_size_t, i32p, C.c_size_t, f32p, C.c_size_t],
     ),
+    "dlm_scheduler_options_init_sized": (None, [C.POINTER(SchedulerOptions), C.c_size_t]),
+    "dlm_scheduler_create": (C.c_int32, [C.c_void_p, C.POINTER(SchedulerOptions), *_message, _out]),
+    "dlm_scheduler_destroy": (None, [C.c_void_p]),
+    "dlm_scheduler_submit": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(GenerateOptions), C.c_void_p, C.c_int32, i32p, C.c_size_t, *_message, _out],
+    ),
+    "dlm_scheduler_run": (C.c_int32, [C.c_void_p, C.c_int32, BeforePassFn, C.c_void_p, *_message]),
+    "dlm_scheduler_stop": (None, [C.c_void_p]),
+    "dlm_scheduler_stats_sized": (None, [C.c_void_p, C.POINTER(SchedulerStats), C.c_size_t]),
+    "dlm_job_wait": (C.c_int32, [C.c_void_p, C.c_double]),
+    "dlm_job_tokens": (i32p, [C.c_void_p, C.POINTER(C.c_size_t)]),
+    "dlm_job_result_sized": (C.c_int32, [C.c_void_p, C.POINTER(Result), C.c_size_t]),
+    "dlm_job_message": (C.c_char_p, [C.c_void_p]),
+    "dlm_job_cancel": (None, [C.c_void_p]),
+    "dlm_job_destroy": (None, [C.c_void_p]),
     "dlm_session_time_passes": (
         C.c_int32,
         [C.c_void_p, C.c_int32, C.c_int32, C.c_int32, C.c_int32, C.POINTER(C.c_double), C.c_size_t],
     ),
+    "dlm_bundle_text": (C.c_int32, [C.c_void_p, *_message, _out]),
+    "dlm_text_read": (C.c_int32, [C.c_char_p, C.c_size_t, *_message, _out]),
+    "dlm_text_destroy": (None, [C.c_void_p]),
+    "dlm_text_encode": (C.c_int32, [C.c_void_p, C.c_char_p, C.c_size_t, C.c_int32, *_message, i32p, C.c_size_t, _size]),
+    "dlm_text_decode": (C.c_int32, [C.c_void_p, i32p, C.c_size_t, *_message, C.c_char_p, C.c_size_t, _size]),
+    "dlm_decoder_create": (C.c_int32, [C.c_void_p, *_message, _out]),
+    "dlm_decoder_destroy": (None, [C.c_void_p]),
+    "dlm_decoder_push": (C.c_int32, [C.c_void_p, i32p, C.c_size_t, C.c_int32, _out, _size]),
+    "dlm_chat_render": (C.c_int32, [C.c_void_p, *_chat, *_message, C.c_char_p, C.c_size_t, _size]),
+    "dlm_generate_text": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(GenerateOptions), C.c_char_p, C.c_size_t, TextFn, C.c_void_p, _out, _size],
+    ),
+    "dlm_generate_chat": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), *_chat, TextFn, C.c_void_p, _out, _size]),
 }
 
 _ERRORS: dict[int, type[DlmError]] = {
@@ -250,6 +327,7 @@ _ERRORS: dict[int, type[DlmError]] = {
     5: EngineError,
     7: CancelledError,
     9: EngineError,
+    10: BusyError,
 }
 
 
@@ -285,7 +363,7 @@ def library() -> C.CDLL:
     return loaded
 
 
-Initialised = TypeVar("Initialised", Denoiser, Policy, OpenOptions, GenerateOptions)
+Initialised = TypeVar("Initialised", Denoiser, Policy, OpenOptions, GenerateOptions, SchedulerOptions)
 
 
 def initialised(kind: type[Initialised]) -> Initialised:
@@ -295,6 +373,7 @@ def initialised(kind: type[Initialised]) -> Initialised:
         Policy: "dlm_policy",
         OpenOptions: "dlm_open_options",
         GenerateOptions: "dlm_generate_options",
+        SchedulerOptions: "dlm_scheduler_options",
     }
     struct = kind()
     getattr(library(), f"{names[kind]}_init_sized")(C.byref(struct), C.sizeof(struct))

@@ -56,9 +56,27 @@ class Text:
     def decode(self, _: bytes, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
-    def encode_chat(self, _: bytes, messages: list[dict[str, Any]]) -> list[int]:
-        text = self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
+    def decode_each(self, _: bytes, rows: list[list[int]]) -> list[str]:
+        return [self.decode(b"", row, True) for row in rows]
+
+    def encode_chat(self, _: bytes, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        text = self.template.render(messages=messages, tools=tools, add_generation_prompt=True, **self.special_tokens)
+        for message in messages:
+            said = message.get("content")
+            if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
+                raise ValueError("it leaves the system message out, as this denoiser takes none")
         return self.encode(b"", text, False)
+
+    def render_each(self, _: bytes, chats: list[list[dict[str, Any]]]) -> list[str | None]:
+        return [self._rendered(messages) for messages in chats]
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return str(self.template.render(messages=messages, tools=None, add_generation_prompt=True, **self.special_tokens))
+        except MemoryError:
+            raise
+        except Exception:  # what a template raises, and what its expressions do
+            return None
 
     @functools.cached_property
     def template(self) -> Any:
@@ -68,7 +86,15 @@ class Text:
         def raise_exception(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        def tojson(
+            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        ) -> str:
+            # Jinja's own escapes for HTML, and sorts keys: transformers' templates mean this one.
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+        extensions = ["jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         return environment.from_string(self.source)
 

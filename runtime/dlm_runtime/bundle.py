@@ -9,10 +9,9 @@ import ctypes as C
 import functools
 import inspect
 import json
-import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -21,18 +20,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlm_runtime import _native, providers
-from dlm_runtime.errors import RequestError
+from dlm_runtime.errors import ClosedError, RequestError
 from dlm_runtime.infill import Infill, infill
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
-from dlm_runtime.request import TEXT_FIELDS, Limits, Request, count_of, token_ids
+from dlm_runtime.request import OPTION_NAMES, TEXT_FIELDS, Options, Request, count_of, token_ids
 from dlm_runtime.results import Event, Generation
 from dlm_runtime.signals import Cancels, seen_between_passes
+from dlm_runtime.text_stream import TextStream
 from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.tools import CallFormat, Tools
 
 if TYPE_CHECKING:
     from dlm_runtime.constraints.byte_automaton import CompileLimits
     from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.scheduler import Scheduler
 
 KEPT_CONSTRAINTS = 64  # compiled ones that a bundle holds
 
@@ -93,7 +95,7 @@ class Bundle:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RequestError("the bundle is closed")
+            raise ClosedError("the bundle is closed")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -111,17 +113,21 @@ class Bundle:
         regex: str | None = None,
         enum: Sequence[str] | None = None,
         json_object: bool = False,
+        tools: Tools | None = None,
         max_depth: int | None = None,
+        before: str = "",
+        behind: str = "",
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> Constraint:
-        """What a generated text may be, compiled for this bundle's tokenizer: one of the first four.
+        """What a generated text may be, compiled for this bundle's tokenizer: one of the first five.
 
         ``schema``: a JSON Schema, whose texts are compact JSON; ``regex``: the text matches it as a whole, in the syntax of
-        Rust's regex crate; ``enum``: it is one of these; ``json_object``: it is any JSON object. ``max_depth``: how often a
-        schema may lie within itself, and how many containers may be within each other where it leaves them open. ``limits``:
-        what compiling may take, None for the usual. It is kept in the folder ``cache_dir`` ("": that of the user's caches,
-        None: nowhere).
+        Rust's regex crate; ``enum``: it is one of these; ``json_object``: it is any JSON object;
+        ``tools``: it is a call of one of them (``Bundle.tools``). ``max_depth``: how often a schema may lie within itself, and
+        how many containers may be within each other where it leaves them open. ``before`` and ``behind`` are given texts around
+        the generated one: all three together are then what is valid. ``limits``: what compiling may take, None for the usual.
+        It is kept in the folder ``cache_dir`` ("": that of the user's caches, None: nowhere).
 
         Raises RequestError that says what is not supported, matches nothing, or meets which limit; DlmError without
         outlines-core.
@@ -131,21 +137,23 @@ class Bundle:
         from dlm_runtime.constraints.byte_automaton import CompileLimits
         from dlm_runtime.constraints.vocabulary import read_vocabulary
 
-        given = [schema is not None, regex is not None, enum is not None, json_object]
+        given = [schema is not None, regex is not None, enum is not None, json_object, tools is not None]
         if sum(given) != 1:
-            raise RequestError("give one of schema, regex, enum and json_object")
+            raise RequestError("give one of schema, regex, enum, json_object and tools")
         if self.tokenizer is None:
             raise RequestError("constraints are of text, and this bundle has no tokenizer")
         if schema is not None:
             expression = schemas.expression(schema, max_depth)
         elif json_object:
             expression = schemas.any_object(max_depth)
+        elif tools is not None:
+            expression = tools.expression(max_depth)
         else:
             expression = regex if regex is not None else schemas.choices(enum or ())
         if not isinstance(expression, str):
             raise RequestError(f"regex = {expression!r} is not a text")
         chosen, tokenizer = limits or CompileLimits(), self.tokenizer
-        key = (expression, regex is None, chosen)
+        key = (expression, regex is None, before, behind, chosen)
         with self._lock:
             made = self._constraints.get(key)
         if made is None:
@@ -159,6 +167,7 @@ class Bundle:
                 self.eos_token_ids,
                 chosen,
                 folder,
+                (before, behind),
             )
             with self._lock:
                 if len(self._constraints) >= KEPT_CONSTRAINTS:
@@ -166,14 +175,29 @@ class Bundle:
                 self._constraints[key] = made
         return made
 
-    def _constraint(self, constraint: Constraint | None, **given: Any) -> Constraint | None:
-        """What a request was given, in one of two ways."""
-        asked = {name: value for name, value in given.items() if value is not None and value is not False}
-        if constraint is None:
-            return self.constraint(**asked) if asked else None
-        if asked:
+    def tools(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: str = "required",
+        parallel_tool_calls: bool = False,
+        call_format: str | CallFormat | None = None,
+    ) -> Tools:
+        """Functions that may be called, as requests take them (``Options``), for ``constraint``. Raises RequestError."""
+        how = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, "call_format": call_format}
+        found = Options.of({"tools": tools, **how}).tools_for(self.tokenizer)
+        assert found is not None
+        return found
+
+    def _constraint(self, options: Options, tools: Tools | None) -> Constraint | None:
+        """What a request's text has to be: in the one way or the other that it was given."""
+        asked = options.constrained_by
+        if options.constraint is not None and asked:
             raise RequestError(f"give constraint or {next(iter(asked))}, not both")
-        return constraint
+        if options.constraint is None and tools is not None and tools.is_forced:
+            asked["tools"] = tools
+        if options.constraint is not None and not hasattr(options.constraint, "handle"):
+            raise RequestError(f"constraint = {options.constraint!r} is none: Bundle.constraint makes one")
+        return self.constraint(before=options.prefix, **asked) if asked else options.constraint
 
     def __enter__(self) -> Bundle:
         return self
@@ -185,25 +209,42 @@ class Bundle:
         if getattr(self, "_handle", None):
             self.close()
 
-    def policy(self, preset: str | None = None, **changes: Any) -> Policy:
-        """A preset of this bundle (None: its default) with some fields changed. Raises BundleError, RequestError."""
-        return self._preset(preset).with_fields(changes)
+    def policy(self, preset: str | None = None, effort: str | None = None, **changes: Any) -> Policy:
+        """A preset of this bundle (None: its default), or the loop fitted for an effort, with some fields changed.
 
-    def _policy_for(self, method: str, preset: str | None, changes: dict[str, Any]) -> Policy:
+        Raises BundleError, RequestError.
+        """
+        return self._loop(preset, effort).with_fields(changes)
+
+    def _policy_for(self, method: str, options: Options) -> Policy:
         """``policy`` for a method whose own arguments may have been meant."""
-        return self._preset(preset).with_fields(changes, _arguments(method))
+        beside = (*_arguments(method), *OPTION_NAMES)
+        return self._loop(options.preset, options.effort).with_fields(dict(options.policy), beside)
+
+    def _loop(self, preset: str | None, effort: str | None) -> Policy:
+        return self._preset(preset) if effort is None else self._effort(effort, preset)
+
+    def _effort(self, level: str, preset: str | None) -> Policy:
+        fitted = self.manifest.get("loop", {}).get("effort", {}).get("preset")
+        if preset is not None and fitted is not None and preset != fitted:
+            raise RequestError(f"effort {level} was fitted for preset {fitted}, not for {preset}: give one of the two")
+        return self._native_policy(self._library.dlm_bundle_effort, level, "effort")
 
     def _preset(self, preset: str | None) -> Policy:
-        self._check_open()
         if self._default_policy is not None and preset is None:
+            self._check_open()
             return self._default_policy
+        return self._native_policy(self._library.dlm_bundle_preset, preset, "preset")
+
+    def _native_policy(self, find: Callable[..., int], name: str | None, kind: str) -> Policy:
+        """The policy of that name, as a function of the library finds it."""
+        self._check_open()
         native = _native.initialised(_native.Policy)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        if preset is not None and not isinstance(preset, str):
-            raise RequestError(f"preset = {preset!r} is not a name")
-        name = None if preset is None else preset.encode("utf-8", "replace")
-        status = self._library.dlm_bundle_preset(self._handle, name, message, len(message), C.byref(native))
-        if status:
+        if name is not None and not isinstance(name, str):
+            raise RequestError(f"{kind} = {name!r} is not a name")
+        encoded = None if name is None else name.encode("utf-8", "replace")
+        if find(self._handle, encoded, message, len(message), C.byref(native)):
             raise RequestError(message.value.decode("utf-8", "replace"))
         values = {field.name: getattr(native, field.name) for field in fields(Policy)}
         values |= {name: values[name].decode() for name in TEXT_FIELDS}
@@ -215,48 +256,24 @@ class Bundle:
         prompt: str | None = None,
         tokens: Sequence[int] | None = None,
         chat: Sequence[Mapping[str, Any]] | None = None,
-        max_new_tokens: int = 128,
-        preset: str | None = None,
-        steps: int = 0,
-        max_steps: int = 0,
-        deadline_ms: float = 0.0,
-        stop_strings: Sequence[str] = (),
         cancel: threading.Event | None = None,
-        constraint: Constraint | None = None,
-        schema: Any = None,
-        regex: str | None = None,
-        enum: Sequence[str] | None = None,
-        json_object: bool = False,
-        **policy: Any,
+        **options: Any,
     ) -> Generation:
-        """Fill ``max_new_tokens`` mask tokens behind a prompt, token ids, or a chat (one of the three).
+        """Fill mask tokens behind a prompt, token ids, or a chat (one of the three); mask tokens among ``tokens`` as well.
 
-        Mask tokens among ``tokens`` are filled as well. ``preset`` names one of the bundle's loops; any field of
-        ``Policy`` may be changed by name; ``steps`` plans that many passes for the whole generation, split evenly over the
-        blocks. ``timings`` are seconds: in the engine ``prefill`` (passes that fill a cache) and ``passes`` (all
-        others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and
-        ``total``, which is more than these by the loop's bookkeeping.
+        ``options`` are those of ``Options`` and any field of ``Policy``, by name: ``max_new_tokens=64, preset="fast-dllm",
+        threshold=0.8``. Another thread ends the request within one pass by setting ``cancel``.
 
-        The request ends before all is decided, within one pass, after ``max_steps`` passes, ``deadline_ms`` milliseconds after
-        its start, or once another thread sets ``cancel``; ``finish`` then says so, and the result has what it came to.
-        ``stop_strings`` end the text, and the passes behind the block that holds one.
-
-        ``constraint`` (of ``Bundle.constraint``), or in its place ``schema``, ``regex``, ``enum`` or ``json_object``, which are
-        its arguments: a text that nothing ends before all is decided is then valid by it, whatever the policy and the room.
+        ``timings`` are seconds: in the engine ``prefill`` (passes that fill a cache) and ``passes`` (all others), outside it
+        ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and ``total``, which is more than
+        these by the loop's bookkeeping.
 
         Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails, and, within
         a pass, what a signal's handler raises on the main thread, such as KeyboardInterrupt.
         """
-        request = Request(
-            self,
-            (prompt, tokens, chat),
-            max_new_tokens,
-            steps,
-            self._policy_for("generate", preset, policy),
-            Limits(max_steps, deadline_ms, stop_strings),
-        )
-        wanted = self._constraint(constraint, schema=schema, regex=regex, enum=enum, json_object=json_object)
-        if stop_strings:
+        asked = Options.of(options)
+        request, wanted = self._request("generate", (prompt, tokens, chat), asked)
+        if asked.stop_strings:
             *_, last = self._steps(request, cancel, wanted)
             assert last.result is not None
             return last.result
@@ -267,7 +284,7 @@ class Bundle:
                 session, C.byref(request.options), buffer, len(request.given), request.capacity, C.byref(stats), C.byref(length)
             )
             self._check(status, session)
-            return request.result(session, 0, list(buffer[: length.value]), stats)
+            return self._result(session, 0, request, list(buffer[: length.value]), stats)
 
     def generate_batch(
         self,
@@ -275,26 +292,15 @@ class Bundle:
         prompts: Sequence[str] | None = None,
         tokens: Sequence[Sequence[int]] | None = None,
         chats: Sequence[Sequence[Mapping[str, Any]]] | None = None,
-        max_new_tokens: int = 128,
-        preset: str | None = None,
-        steps: int = 0,
         max_batch: int = 8,
         policies: Sequence[Mapping[str, Any]] | None = None,
-        max_steps: int = 0,
-        deadline_ms: float = 0.0,
-        stop_strings: Sequence[str] = (),
         cancel: threading.Event | Sequence[threading.Event | None] | None = None,
-        constraint: Constraint | None = None,
-        schema: Any = None,
-        regex: str | None = None,
-        enum: Sequence[str] | None = None,
-        json_object: bool = False,
-        **policy: Any,
+        **options: Any,
     ) -> list[Generation]:
         """``generate`` for several requests, at most ``max_batch`` of which share their passes; results in the given order.
 
-        Those run together whose canvases have one length and, over a cache, whose masks lie in the same blocks; the others
-        run in further batches, one after the other. To be together, prompts must have as many tokens. Each result is what
+        On a CPU they share passes whatever their lengths, and one begins whenever another is done. With other engines those run
+        together whose canvases have one length and, over a cache, whose masks lie in the same blocks. Each result is what
         ``generate`` gives, floating-point noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and
         ``cache_bytes`` are those of the whole call. ``policies`` changes fields for each request, such as its ``seed``.
 
@@ -316,20 +322,19 @@ class Bundle:
         for name, values in (("policies", each), ("cancel", cancels)):
             if len(values) != count:
                 raise RequestError(f"{name} has {len(values)} entries for {count} requests: give one for each")
-        fields, kept = self._policy_for("generate_batch", preset, policy), []
-        limits = Limits(max_steps, deadline_ms, stop_strings)
+        asked, kept = Options.of(options), []
+        fields, tools = self._policy_for("generate_batch", asked), asked.tools_for(self.tokenizer)
         for number, (value, changes) in enumerate(zip(chosen[0][1], each, strict=True)):
             one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
-                kept.append(Request(self, one, max_new_tokens, steps, fields.with_fields(dict(changes)), limits))
+                kept.append(Request(self, one, asked, fields.with_fields(dict(changes)), tools))
             except RequestError as err:
                 raise RequestError(f"request {number}: {err}") from err
-        most = count_of("max_batch", max_batch)
-        wanted = self._constraint(constraint, schema=schema, regex=regex, enum=enum, json_object=json_object)
+        most, wanted = count_of("max_batch", max_batch), self._constraint(asked, tools)
         if not kept:
             return []
-        options = kept[0].options
-        options.policies = (C.POINTER(_native.Policy) * len(kept))(*(C.pointer(request.policy) for request in kept))
+        native_options = kept[0].options
+        native_options.policies = (C.POINTER(_native.Policy) * len(kept))(*(C.pointer(request.policy) for request in kept))
         buffers = [(C.c_int32 * max(1, request.capacity))(*request.given) for request in kept]
         natives = (_native.Request * len(kept))(
             *(
@@ -340,11 +345,11 @@ class Bundle:
         stats = _native.Stats()
         with self._session(cancels if any(cancels) else (), wanted) as session:
             status = self._library.dlm_session_generate_batch(
-                session, C.byref(options), natives, len(kept), most, C.byref(stats)
+                session, C.byref(native_options), natives, len(kept), most, C.byref(stats)
             )
             self._check(status, session)
             return [
-                request.result(session, number, list(buffer[: native.length]), stats)
+                self._result(session, number, request, list(buffer[: native.length]), stats)
                 for number, (request, buffer, native) in enumerate(zip(kept, buffers, natives, strict=True))
             ]
 
@@ -354,37 +359,32 @@ class Bundle:
         prompt: str | None = None,
         tokens: Sequence[int] | None = None,
         chat: Sequence[Mapping[str, Any]] | None = None,
-        max_new_tokens: int = 128,
-        preset: str | None = None,
-        steps: int = 0,
-        max_steps: int = 0,
-        deadline_ms: float = 0.0,
-        stop_strings: Sequence[str] = (),
         cancel: threading.Event | None = None,
-        constraint: Constraint | None = None,
-        schema: Any = None,
-        regex: str | None = None,
-        enum: Sequence[str] | None = None,
-        json_object: bool = False,
-        **policy: Any,
+        **options: Any,
     ) -> Iterator[Event]:
         """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving the loop."""
-        fields = self._policy_for("stream", preset, policy)
-        limits = Limits(max_steps, deadline_ms, stop_strings)
-        wanted = self._constraint(constraint, schema=schema, regex=regex, enum=enum, json_object=json_object)
-        return self._steps(Request(self, (prompt, tokens, chat), max_new_tokens, steps, fields, limits), cancel, wanted)
+        request, wanted = self._request("stream", (prompt, tokens, chat), Options.of(options))
+        return self._steps(request, cancel, wanted)
 
-    def infill(self, text: str, *, lengths: Sequence[int | Sequence[int]] = (16,), **request: Any) -> Infill:
+    def _request(self, method: str, given: tuple[Any, ...], options: Options) -> tuple[Request, Constraint | None]:
+        """A single request, and what its text has to be."""
+        policy, tools = self._policy_for(method, options), options.tools_for(self.tokenizer)
+        return Request(self, given, options, policy, tools), self._constraint(options, tools)
+
+    def infill(
+        self, text: str, *, lengths: Sequence[int | Sequence[int]] = (16,), constrain_from: int | None = None, **request: Any
+    ) -> Infill:
         """Fill the holes of a text, written ``<mask>`` in it: ``"def f(x): <mask> return y"``.
 
         ``lengths`` are the tokens of the holes: one entry for all, or one for each. A list in place of a number is of lengths
         to try, each in a request of its own, and the best is taken by the mean ln p of what fills the holes. A hole ends with
         its first end token, so that one with room to spare may take less. ``request`` is what ``generate_batch`` takes beside
-        what is given: policy fields, limits, ``max_batch``.
+        what is given: policy fields, limits, ``max_batch``. A ``schema`` or the like is then of what fills the holes; with
+        ``constrain_from``, of the text from its character of that number on, and that has one hole.
 
         Raises RequestError where there is no hole, or no tokenizer, and where attention is block-causal.
         """
-        return infill(self, text, lengths, **request)
+        return infill(self, text, lengths, constrain_from, **request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
         """Raw logits ``[R, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens stay masked.
@@ -439,7 +439,7 @@ class Bundle:
                 canvas, result = view.canvas[: view.length], None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
-                    result = request.result(session, 0, canvas, stats, stream)
+                    result = self._result(session, 0, request, canvas, stats, stream)
                 yield Event(
                     canvas=canvas,
                     undecided=self._undecided(session, view),
@@ -457,19 +457,19 @@ class Bundle:
     def _undecided(self, session: C.c_void_p, view: _native.Step) -> list[bool]:
         return [bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]]
 
-    def _outcome(self, session: C.c_void_p, number: int) -> dict[str, Any]:
-        """What ``Generation`` says of a request that the native loop tells."""
+    def _result(
+        self,
+        session: C.c_void_p,
+        number: int,
+        request: Request,
+        canvas: list[int],
+        stats: _native.Stats,
+        stream: TextStream | None = None,
+    ) -> Generation:
+        """What the session's request of that number came to."""
         found = _native.Result()
         self._check(self._library.dlm_session_result_sized(session, number, C.byref(found), C.sizeof(found)), session)
-        return {
-            "nfe": found.nfe,
-            "finish": _native.FINISHES[found.finish],
-            "prompt_tokens": found.prompt_tokens,
-            "completion_tokens": found.completion_tokens,
-            "log_probs": [None if math.isnan(value) else value for value in found.log_probs[: found.length]],
-            "undecided": [bool(flag) for flag in found.undecided[: found.length]],
-            "passes": self._passes(session),
-        }
+        return request.generation(canvas, _native.outcome(found), stream, stats, self._passes(session))
 
     def _passes(self, session: C.c_void_p) -> dict[str, int]:
         counts = _native.PassCounts()
@@ -479,6 +479,31 @@ class Bundle:
     def _check(self, status: int, session: C.c_void_p) -> None:
         if status:
             raise _native.error(status, self._library.dlm_session_last_error(session))
+
+    def scheduler(
+        self, *, max_running: int = 16, max_waiting: int = 1024, max_tokens: int = 512, cache_bytes: int = 0
+    ) -> Scheduler:
+        """What takes requests from any thread and makes their passes on one of its own, together where the engine lets them.
+
+        At most ``max_running`` requests have begun, and share passes or take turns; ``max_waiting`` others wait, in the order
+        of their coming. A pass that several share has at most ``max_tokens`` tokens: those for whom there is no room take part
+        in the next. ``cache_bytes`` bounds the keys and values of all that run; 0: 1 GiB, or what the longest canvas takes if
+        that is more. Raises RequestError.
+        """
+        from dlm_runtime.scheduler import Scheduler
+
+        return Scheduler(self, max_running, max_waiting, max_tokens, cache_bytes)
+
+    def _begin(self) -> None:
+        """Whoever begins keeps the engine until it ends."""
+        with self._lock:
+            self._check_open()
+            self._busy += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._busy -= 1
+            self._free()
 
     @contextmanager
     def _session(self, cancels: Cancels = (), constraint: Constraint | None = None) -> Iterator[C.c_void_p]:

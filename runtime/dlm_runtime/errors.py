@@ -40,8 +40,16 @@ class RequestError(DlmError, ValueError):
     exit_code = ExitCode.WRONG_INPUT
 
 
+class ClosedError(RequestError):
+    """The bundle or the scheduler takes no more requests, as it was closed."""
+
+
 class EngineError(DlmError):
     """The inference engine is missing, too old, or failed while it ran."""
+
+
+class BusyError(DlmError):
+    """As many requests wait as may: hand this one in again later."""
 
 
 class CancelledError(DlmError):

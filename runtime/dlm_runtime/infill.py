@@ -21,6 +21,7 @@ HOLE = "<mask>"
 """How a hole is written."""
 MOST_TRIED = 64
 """Requests that lengths may make."""
+_KINDS = ("schema", "regex", "enum", "json_object", "max_depth")  # what Bundle.constraint is given
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class _Canvas:
         return found
 
 
-def infill(bundle: Bundle, text: str, lengths: Sequence[int | Sequence[int]], **request: Any) -> Infill:
+def infill(
+    bundle: Bundle, text: str, lengths: Sequence[int | Sequence[int]], constrain_from: int | None, **request: Any
+) -> Infill:
     """See ``Bundle.infill``."""
     if bundle.tokenizer is None:
         raise RequestError("this bundle has no tokenizer: put mask tokens among the tokens of generate, with max_new_tokens=0")
@@ -73,12 +76,33 @@ def infill(bundle: Bundle, text: str, lengths: Sequence[int | Sequence[int]], **
     if len(between) < 2:
         raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
     parts = [bundle.tokenizer.encode(between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
-    canvases = [_Canvas(parts, each) for each in _tried(lengths, len(between) - 1)]
+    tried = _tried(lengths, len(between) - 1)
+    if constrain_from is not None:
+        request, tried = _constrained(bundle, between, constrain_from, request, tried)
+    canvases = [_Canvas(parts, each) for each in tried]
     # An end token pads a hole here, and ends nothing.
     tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
     made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
     found = [_read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def _constrained(
+    bundle: Bundle, between: Sequence[str], first: int, request: dict[str, Any], tried: list[tuple[int, ...]]
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """The request with a constraint of the text from its character ``first`` on, and the lengths that have room for it."""
+    given = {name: request.pop(name) for name in _KINDS if name in request}
+    if not given:
+        raise RequestError(f"infill: constrain_from = {first} without a constraint: give one of {', '.join(_KINDS[:4])}")
+    if len(between) != 2:
+        raise RequestError(f"infill: a text of {len(between) - 1} holes cannot be constrained as a whole: leave one hole")
+    if not 0 <= first <= len(between[0]):
+        raise RequestError(f"infill: constrain_from = {first} is not in front of the hole, at 0..{len(between[0])}")
+    constraint = bundle.constraint(before=between[0][first:], behind=between[1], **given)
+    fits = [each for each in tried if each[0] >= constraint.shortest]
+    if not fits:
+        raise RequestError(f"infill: the shortest text for the hole has {constraint.shortest} tokens: give it as many")
+    return request | {"constraint": constraint}, fits
 
 
 def _tried(lengths: Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:

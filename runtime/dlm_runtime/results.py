@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dlm_runtime.tools import ToolCall
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -18,6 +20,7 @@ class Generation:
     that looked at nothing (the mask token, if the denoiser has none). ``prompt_tokens`` counts the given ones,
     ``completion_tokens`` the others up to the first end token.
     ``log_probs`` has ln p of each token when it was committed, by the denoiser's softmax, and None for all that were not.
+    ``tool_calls`` are the calls that ``text`` consists of, none where it is anything else, or the request named no tools.
     """
 
     tokens: list[int]
@@ -31,6 +34,7 @@ class Generation:
     completion_tokens: int
     log_probs: list[float | None]
     undecided: list[bool]
+    tool_calls: list[ToolCall]
 
 
 @dataclass(frozen=True)

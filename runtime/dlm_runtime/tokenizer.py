@@ -1,12 +1,13 @@
 """Text to token ids and back, with the tokenizer and the chat template that a bundle carries.
 
 Neither is trusted: both run in a process of their own, with limits of time and memory (``text_process``). A chat template is a
-Jinja program from outside: it runs in Jinja's immutable sandbox there, and sees only the messages.
+Jinja program from outside: it runs in Jinja's immutable sandbox there, and sees only messages and tools.
 """
 
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Tokenizer:
         self, tokenizer: bytes, template: str | None, special_tokens: Mapping[str, str], where: object = "tokenizer.json"
     ) -> None:
         """``special_tokens``: texts that a template may name, such as ``bos_token``. Raises BundleError, naming ``where``."""
-        self.has_chat_template = template is not None
+        self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
         self._texts: dict[int, str] = {}
         try:
@@ -79,17 +80,34 @@ class Tokenizer:
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation up to where the assistant answers. Raises RequestError."""
-        if not self.has_chat_template:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Ids of a conversation up to where the assistant answers; ``tools`` for the template to show. Raises RequestError.
+
+        Messages and tools are as transformers has them: a message of earlier calls may have ``tool_calls`` and no content.
+        """
+        if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")
-        if not messages:
-            raise RequestError("chat is empty: give messages such as {'role': 'user', 'content': '...'}")
+        if isinstance(messages, (str, Mapping)) or not messages:
+            raise RequestError("chat: give a list of messages such as {'role': 'user', 'content': '...'}")
         for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise RequestError(f"chat: {message!r} is not a message with role and content")
-        chat = [dict(message) for message in messages]
-        found: list[int] = self._ask("encode_chat", "chat: the bundle's template refuses these messages", messages=chat)
+            if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+                raise RequestError(f"chat: {reprlib.repr(message)} is not a message with role and content")
+        chat, what = [dict(message) for message in messages], "chat: the bundle's template refuses these messages"
+        found: list[int] = self._ask("encode_chat", what, messages=chat, tools=tools)
+        return found
+
+    def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
+        """The texts of conversations up to where the assistant answers, None for those that the template refuses.
+
+        Raises RequestError.
+        """
+        given = [[dict(message) for message in messages] for messages in chats]
+        found: list[str | None] = self._ask("render_each", "the bundle's chat template cannot be run", chats=given)
+        return found
+
+    def decode_each(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """``decode`` of several rows of token ids. Raises RequestError."""
+        found: list[str] = self._ask("decode_each", _REFUSED_IDS, rows=[list(map(int, row)) for row in rows])
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:

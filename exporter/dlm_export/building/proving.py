@@ -14,6 +14,7 @@ from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
 from dlm_export.judging import accuracy, layerwise, rounded, sensitivity, verify
 from dlm_export.judging.judge import Judgement, check_budgets
+from dlm_export.judging.levels import Levels, variants
 from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
@@ -26,7 +27,7 @@ STATES_A_SAMPLE = 2  # that layers are ranked by, of the samples that were worth
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven. ``judgement`` and ``threshold``: of quantised bundles; ``record``: the contents of accuracy.json.
+    """What was proven. ``judgement``, ``threshold``, ``levels``: of quantised bundles; ``record``: what accuracy.json holds.
 
     ``cache``: what rounding cached rows costs, see ``judge_cache``.
     """
@@ -35,18 +36,19 @@ class Proof:
     record: dict[str, Any]
     judgement: Judgement | None = None
     threshold: Refit | None = None
+    levels: Levels | None = None
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with the fitted threshold, and with the preset that it was fitted for set to it where it changed."""
-        if self.threshold is None:
+        """The manifest with what was fitted: the effort levels, and the threshold, in its preset too where it changed."""
+        if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
         if self.threshold.verdict in ("raised", "lowered"):
             assert self.threshold.preset is not None
             presets[self.threshold.preset] = presets[self.threshold.preset] | {"threshold": self.threshold.refitted.threshold}
         precision = manifest["precision"] | {"threshold": self.threshold.as_dict()}
-        return {**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}}
+        return self.levels.applied({**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}})
 
 
 def prove(
@@ -81,9 +83,9 @@ def prove(
     record["auto"] = [point.as_dict() for point in quantised.curve]
     if not job.request.is_judged:
         return Proof(parity, record, cache=cache)
-    judgement, threshold = _judge(job, quantised, folder, workplace, stages)
+    judgement, threshold, levels = _judge(job, quantised, folder, workplace, stages)
     check_budgets(judgement, f"{output}: not written")
-    return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold, cache)
+    return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold, levels, cache)
 
 
 def _check_pass(job: Job, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages) -> Parity:
@@ -147,8 +149,10 @@ def _judge_cache(job: Job, quantised: Quantised | None, folder: Path, workplace:
             return rounded.judge_cache(source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace)
 
 
-def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages) -> tuple[Judgement, Refit]:
-    """What quantisation costs, and the threshold that makes up for it."""
+def _judge(
+    job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
+) -> tuple[Judgement, Refit, Levels]:
+    """What quantisation costs, the threshold that makes up for it, and what loops by effort cost and give."""
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
@@ -164,10 +168,12 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
-            by_replay = effort.name != "full"
+            recording = None if effort.name == "full" else accuracy.record_runs(source, bundle, fitting, job.preset)
             threshold = accuracy.fit_threshold(
-                source, bundle, fitting, job.preset, seed, advance, by_replay=by_replay, workplace=workplace
+                source, bundle, fitting, job.preset, seed, advance, recording=recording, workplace=workplace
             )
+        with stages.stage("fit effort", len(variants(policy))) as advance:
+            levels = accuracy.fit_effort(source, bundle, fitting, threshold, advance, recording=recording)
     exact = effort.name == "full"
     fitted = replace(calibration.data, calibration=fitting)
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
@@ -183,4 +189,4 @@ def _judge(job: Job, quantised: Quantised, folder: Path, workplace: Workplace, s
         layers_method=sensitivity.method(exact=exact),
         threshold=threshold.as_dict(),
     )
-    return judgement.with_budgets(options.budgets), threshold
+    return judgement.with_budgets(options.budgets), threshold, levels

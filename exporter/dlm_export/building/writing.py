@@ -23,6 +23,7 @@ from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.progress import Stages
 from dlm_export.quantising.numbers import Quantisation
+from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
@@ -38,14 +39,15 @@ _PANELS: dict[str, Callable[[np.ndarray], Lazy]] = {
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A bundle's text files, as the runtime reads them. ``chat_template``: what the manifest says of it."""
+    """A bundle's text files, as the runtime reads them. ``chat_template``, ``compiled``: what the manifest says of them."""
 
     tokenizer: Tokenizer | None = None
     chat_template: dict[str, Any] | None = None
+    compiled: dict[str, str] | None = None
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Tokenizer and chat template into the folder."""
+    """Tokenizer and chat template into the folder and, where it can be, what the native library reads in their place."""
     if files.tokenizer is None:
         return Text()
     (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
@@ -54,7 +56,11 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
         template = folder / "chat_template.jinja"
         template.write_text(files.chat_template, encoding="utf-8")
     tokenizer = Tokenizer.from_files(folder / "tokenizer.json", template, files.special_tokens)
-    return Text(tokenizer, None if template is None else {"file": template.name, "special_tokens": files.special_tokens})
+    compiled = compile_text(tokenizer, files.chat_template)
+    if compiled.data is not None:
+        (folder / TEXT_FILE).write_bytes(compiled.data)
+    chat = None if template is None else {"file": template.name, "special_tokens": files.special_tokens}
+    return Text(tokenizer, chat, compiled.entry)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,8 @@ candidates, ``Hkv`` and ``D`` those of layer ``i``:
 ``score_rows``                         int64 ``[B, R]``            rows of T to predict, gathered before the head
 ``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached rows in any order, position-encoded; in INT8
                                                                    ``D + 2``: codes and scale
+``segments``                           int64 ``[N, 4]``            several requests in one row of tokens (``functions``);
+                                                                   may be left out, and is there if a kernel knows it
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   best first, the mask token excluded
 ``entropy``                            fp32 ``[B, R]``             sum of p ln p, the mask token's p being 0
 ``logits``                             fp32 ``[B, R, V]``          raw
@@ -32,6 +34,7 @@ TOP_K = 2  # confidence needs the best candidate, margin the best two
 LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
 DEVICE_FILE = "device.onnx"  # the same graph in the form that GPUs take, over the same data
+SEGMENTS = "segments"  # the port of passes in which several requests share a row of tokens
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Full precisions -> bytes of an element of parameters, activations and cache."""
 CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}

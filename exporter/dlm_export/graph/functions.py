@@ -18,8 +18,8 @@ definitions are what those kernels must compute.
 ``FP8Experts``,             the same on the values that FP8 and NVFP4 stand for; tokens, and what goes down, weighed before it
 ``NVFP4Experts``,           does, are rounded by a scale each, but of NVFP4's weights alone. Kernels multiply by NVFP4
 ``NVFP4WeightExperts``
-``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin) -> (y, present_key, present_value)``,
-                            q, k, v ``[B, T, heads * D]``, turned by position here
+``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin, segments) -> (y, present_key,
+                            present_value)``, q, k, v ``[B, T, heads * D]``, turned by position here
 ``Fp16CachedAttention``     the same with cached rows in fp16, past and present
 ``Int8CachedAttention``     the same with cached rows as INT8 codes, and each row's scale behind them
 ``BlockCachedAttention``,   the same three in which a query sees the pass's own keys in blocks of ``visible_block`` positions up
@@ -39,6 +39,10 @@ fp32 lie in panels ``[N / 32, K, 32]``.
 
 The first features of a head turn, as many as the tables have: ``rotary_size``, 0 for all. Attention by blocks has names of its
 own, so that a runtime that does not know it goes by the definition.
+
+``segments`` int64 ``[N, 4]`` are N requests in one row of tokens, B being 1: where in past the rows of one start and how many
+they are, where its tokens start in T and how many they are. A request sees its own rows alone. Where N is 0, each of B is one
+request with all of S and T.
 
 A cached row is one position's and head's. New rows are attended to as they are computed, in fp32, and stored rounded: later
 passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m and e, all int8: its numbers are ``code * scale``, its
@@ -218,9 +222,9 @@ _Code = Callable[["Body", ir.Value], ir.Value]
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     """``name`` says whether queries see by blocks."""
-    body = Body(name, "q k v past_key past_value position_ids cos sin")
+    body = Body(name, "q k v past_key past_value position_ids cos sin segments")
     op, ints = body.op, body.ints
-    q, k, v, past_key, past_value, positions, cos, sin = body.inputs
+    q, k, v, past_key, past_value, positions, cos, sin, segments = body.inputs
 
     def by_head(value: ir.Value, heads: str) -> ir.Value:
         count = op("Unsqueeze", body.attribute(heads, ir.AttributeType.INT), ints(0))
@@ -234,21 +238,42 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
 
     turned, key = turn(by_head(q, "heads")), turn(by_head(k, "kv_heads"))
     value = by_head(v, "kv_heads")
-    keys = op("Concat", read(body, past_key), key, axis=2)
-    values = op("Concat", read(body, past_value), value, axis=2)
+    own = _own(body, segments, positions, past_key)
+    # Rows that are nobody's may hold anything, and what is hidden by adding to a NaN is not hidden.
+    is_read = op("ReduceMax", op("Cast", own[0], to=ir.DataType.UINT8), ints(0), keepdims=0)
+    is_read = op("Unsqueeze", op("Cast", is_read, to=ir.DataType.BOOL), ints(1))
+    nothing = body.constant(np.float32(0))
+    keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
+    values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
     attributes = ["heads", "kv_heads", "rotary_size"]
-    seen = []
+    seen = op("Unsqueeze", op("Concat", *own, axis=1), ints(0, 1))
     if BLOCK in name:
         attributes.append("visible_block")
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", op("Shape", positions, start=0, end=1), op("Shape", past_key, start=2, end=3), axis=0)
         of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)  # the first block is seen by all
-        seen = [op("LessOrEqual", op("Unsqueeze", of_keys, ints(1, 2)), op("Unsqueeze", blocks, ints(1, 3)))]
-    y = op("Transpose", op("Attention", turned, keys, values, *seen), perm=[0, 2, 1, 3])
+        seen = op("And", seen, op("LessOrEqual", op("Unsqueeze", of_keys, ints(1, 2)), op("Unsqueeze", blocks, ints(1, 3))))
+    y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
     return body.function(
         {"y": op("Reshape", y, ints(0, 0, -1)), "present_key": store(body, key), "present_value": store(body, value)},
         dict.fromkeys(attributes, ir.AttributeType.INT),
     )
+
+
+def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Which rows are those of each token's request, bool: of past ``[T, S]``, and of the new ones ``[T, T]``."""
+    op, ints = body.op, body.ints
+    tokens, cached = op("Shape", positions, start=1, end=2), op("Shape", past_key, start=2, end=3)
+    # In front of all, for where there are none, one that has everything.
+    everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
+    start, count, first, _ = op("Split", op("Concat", everything, segments, axis=0), outputs=4, axis=1, num_outputs=4)
+    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
+    token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
+    is_begun = op("Cast", op("LessOrEqual", first, token), to=ir.DataType.INT64)
+    number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))  # [T], the last that has begun
+    begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
+    of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
+    return of_past, op("Equal", op("Unsqueeze", number, ints(1)), number)
 
 
 def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from dlm_export.graph import LAYER_KEY, caches, functions
+from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
 
@@ -27,11 +27,12 @@ _MOST_WEIGHTS = 3  # of layers over one input
 @dataclass(frozen=True)
 class Fused:
     """What ``fuse`` made of a graph. ``calls``: native kernel -> nodes that call it. ``plain``: module path -> why it keeps
-    plain operators, of every module for which there is a kernel.
+    plain operators, of every module for which there is a kernel. ``has_segments``: all attention knows the input of that name.
     """
 
     calls: Mapping[str, int]
     plain: Mapping[str, str]
+    has_segments: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: ``kernels`` of the manifest."""
@@ -67,7 +68,8 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     if cache_dtype is not None and caches.row_of(cache_dtype, 0)[0] != traced.element_type:
         caches.store_as(traced, plain, cache_dtype)
     calls = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
-    return Fused({name: calls[name] for name in functions.KERNELS if calls[name]}, plain)
+    has_segments = SEGMENTS in model.graph.initializers and all(node.op_type != "Attention" for node in model.graph)
+    return Fused({name: calls[name] for name in functions.KERNELS if calls[name]}, plain, has_segments)
 
 
 def _call(
@@ -188,10 +190,20 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     cos, sin, positions = tables
     seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
     inputs = [_merged(traced.model, attention, part) for part in parts]
-    given = [*inputs, past_key, past_value, positions, cos, sin]
+    given = [*inputs, past_key, past_value, positions, cos, sin, _segments(traced.model)]
     old = [y.outputs[0], present_key, present_value]
     sizes = {"heads": parts[0].count, "kv_heads": parts[1].count, "rotary_size": rotary_sizes.pop()}
     _call(traced.model, attention, caches.ATTENTION[len(seen)], given, old, **sizes, **seen)
+
+
+def _segments(model: ir.Model) -> ir.Value:
+    """The input of that name, none of which a pass has to say."""
+    if SEGMENTS not in model.graph.initializers:
+        none = ir.tensor(np.zeros((0, 4), np.int64), name=SEGMENTS)
+        value = ir.Value(name=SEGMENTS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["N", 4]), const_value=none)
+        model.graph.inputs.append(value)
+        model.graph.register_initializer(value)
+    return model.graph.initializers[SEGMENTS]
 
 
 _STARTS = ("Sub", "positions", ("Mod", "positions", "length"))

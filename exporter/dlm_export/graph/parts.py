@@ -57,7 +57,7 @@ def cut(model: ir.Model) -> list[Part]:
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    made_in = dict.fromkeys(graph.inputs, 0)
+    made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}  # what may be left out is constant
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it reads of others
     given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it gives
     for node, layer in zip(graph, layers, strict=True):
@@ -86,7 +86,10 @@ def block_of(node: ir.Node) -> int | None:
 
 
 def _extract(model: ir.Model, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Model:
-    graph = ir.convenience.extract(model.graph, inputs, outputs)
+    constant = [value for value in model.graph.inputs if value.is_initializer()]
+    graph = ir.convenience.extract(model.graph, [*inputs, *constant], outputs)
+    for value in [value for value in graph.inputs if value.is_initializer()]:
+        graph.inputs.remove(value)  # and stays what it holds
     return ir.Model(
         graph,
         ir_version=model.ir_version,

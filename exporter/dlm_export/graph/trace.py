@@ -28,6 +28,7 @@ from dlm_export.graph import (
     LAYER_KEY,
     OPSET,
     PLAIN_OPSET,
+    SEGMENTS,
     TOP_K,
     definitions,
     functions,
@@ -128,8 +129,13 @@ def output_names(network: NetworkSpec) -> list[str]:
     return [*_OUTPUTS, *_cache_ports(network, "present")]
 
 
-def describe(network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_device: bool = False) -> dict[str, Any]:
-    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a device graph too."""
+def describe(
+    network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_device: bool = False, has_segments: bool = False
+) -> dict[str, Any]:
+    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a device graph too.
+
+    ``has_segments``: see ``Fused``.
+    """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
         {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
@@ -141,7 +147,7 @@ def describe(network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_
         "simulated": is_simulated,
         "top_k": TOP_K,
         "cache_dtype": cache_dtype,
-        "ports": {name: name for name in (*_INPUTS, *_OUTPUTS)} | {"layers": layers},
+        "ports": {name: name for name in (*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else []))} | {"layers": layers},
     }
 
 

@@ -51,6 +51,13 @@ class Proposer:
         """What is certain of the undecided positions from ``first`` to before ``last``: these and their tokens, int64 both."""
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
+    def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
+        """What undecided positions take where the request ends before all is decided, int64 ``[L]``.
+
+        ``guess`` int64 ``[L]`` is what the last pass proposed for them, -1 elsewhere. Where -1 stays, an end token is taken.
+        """
+        return guess
+
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Told of what was certain, committed, or changed by an edit: int64 both."""
 
@@ -76,7 +83,7 @@ class Sampled(Proposer):
         rows = np.arange(len(best))
         wide = logits.double().cpu().numpy()
         behind = (wide - wide[rows, best][:, None]) / policy.temperature
-        drawn = _cut(behind, policy.top_p, policy.top_k)
+        drawn = cut(behind, policy.top_p, policy.top_k)
         at = turn.positions.tolist()
         noise = np.stack([gumbels(policy.seed, turn.passes, position, logits.shape[1]) for position in at])
         tokens = np.where(drawn > 0, behind + noise, -np.inf).argmax(-1)
@@ -85,13 +92,13 @@ class Sampled(Proposer):
         if by == "random":
             found = random_scores(turn, policy)
         elif policy.score_of == "draw":
-            found = _scores_of_draw(by, drawn, tokens)
+            found = scores_of_draw(by, drawn, tokens)
         else:
             found = probs if by == "confidence" else scores(turn, logits, policy)
         return Proposals(tokens, found, probs)
 
 
-def _cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     """The distributions that are drawn from, float64 ``[M, V]``, from tempered logits counted from the best.
 
     Of the ``top_k`` best tokens (0: all) as few as have a probability of more than ``top_p`` together.
@@ -110,7 +117,7 @@ def _cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     return found
 
 
-def _scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Scores float64 ``[M]`` of tokens drawn from distributions ``[M, V]``."""
     if by == "entropy":
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)

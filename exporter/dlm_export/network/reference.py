@@ -65,6 +65,7 @@ class Run:
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
+        self.guess = np.full(len(self.tokens), -1)  # what the last pass proposed for what is undecided
         self._turns = turns(Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold)
 
     def _scaffold(self, first: int, last: int) -> None:
@@ -103,9 +104,17 @@ class Run:
         chosen = proposer.limit(turn, proposals, chosen)
         assert turn.standing is not None or chosen.any() or not len(chosen)
         committed = turn.positions[chosen]
+        self.guess[:] = -1
+        if turn.standing is None:
+            self.guess[turn.positions] = proposals.tokens
         self.tokens[committed] = proposals.tokens[chosen]
         self.undecided[committed] = False
         proposer.note(committed, proposals.tokens[chosen])
+
+    def end(self) -> None:
+        """End before all is decided: what is undecided takes what the last pass proposed there, or what completes that."""
+        found = self.proposer.complete(self.canvas, self.guess)
+        self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[self.undecided]
 
 
 def generate(
@@ -139,12 +148,16 @@ def fill(
     *,
     cache_dtype: str = "float32",
     proposer: Proposer | None = None,
+    max_steps: int = 0,
 ) -> Reference:
-    """Fill the undecided positions of a canvas; see ``generate``."""
+    """Fill the undecided positions of a canvas; see ``generate``. It ends after ``max_steps`` passes; 0: after any number."""
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
     while (span := run.advance()) is not None:
+        if max_steps and run.nfe == max_steps:
+            run.end()
+            break
         tokens = torch.from_numpy(run.tokens)
         logits = conditional.logits(tokens, span, run.rows)
         if policy.cfg_scale:

@@ -5,21 +5,19 @@ A kill at any moment leaves a bundle that opens: no manifest ever lists an engin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import sha256, write_manifest
+from dlm_export.bundle import changing, sha256, write_manifest
 from dlm_export.graph import PLAIN_OPSET
-from dlm_export.outputs import OutputError, TakenError, locked, replaced
+from dlm_export.outputs import OutputError, TakenError, replaced
 from dlm_export.progress import Progress
 from dlm_export.targets import Target, recipe_for, sm_text
 from dlm_export.tensorrt.builders import deferred_command, find_builder
 from dlm_export.tensorrt.engine import Built, build_engine, check_device_graph, engine_file, with_engine, without_engine
 from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions
-from dlm_runtime.manifest import MANIFEST_FILE
 
 
 def add_engine(
@@ -82,27 +80,19 @@ def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int
 
 @contextmanager
 def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the lock of a bundle while its engine ``path`` changes, from what ``manifest`` says.
-
-    Raises OutputError: no way to write, someone has it, or someone changed it before.
-    """
+    """``changing`` for a bundle's engine ``path``, whose folder is there meanwhile."""
     folder = path.parent.parent
-    with locked(folder):
+    with changing(folder, manifest, path.relative_to(folder).as_posix()):
+        if path.parent.is_symlink():
+            raise OutputError(f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there")
+        path.parent.mkdir(exist_ok=True)
+        for left in path.parent.glob("*.engine.new"):  # by a kill: who makes one holds the lock
+            left.unlink()
         try:
-            if json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")) != manifest:
-                raise OutputError(f"{folder}: was changed by another process this moment. Try again.")
-            if path.parent.is_symlink():
-                raise OutputError(f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there")
-            path.parent.mkdir(exist_ok=True)
-            for left in path.parent.glob("*.engine.new"):  # by a kill: who makes one holds the lock
-                left.unlink()
-            try:
-                yield
-            finally:
-                if not any(path.parent.iterdir()):
-                    path.parent.rmdir()
-        except OSError as err:
-            raise OutputError(f"{path}: cannot write ({err.strerror})") from err
+            yield
+        finally:
+            if not any(path.parent.iterdir()):
+                path.parent.rmdir()
 
 
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:

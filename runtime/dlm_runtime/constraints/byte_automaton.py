@@ -73,6 +73,29 @@ class ByteAutomaton:
         return bool(self.accepting[state])
 
 
+def between(texts: ByteAutomaton, before: str, behind: str) -> ByteAutomaton:
+    """What stands between two given texts where all three together are one of ``texts``.
+
+    Raises RequestError for givens that no text has.
+    """
+    state, given = 0, before.encode()
+    for number, byte in enumerate(given):
+        state = int(texts.table[state, byte])
+        if state < 0:
+            good = given[:number].decode("utf-8", "ignore")
+            raise RequestError(
+                f"no text of the constraint starts with {before!r}, though some may with {good!r}: JSON is compact there, "
+                "and has its properties in the schema's order"
+            )
+    ends = np.arange(len(texts.table))
+    for byte in behind.encode():
+        ends = np.where(ends >= 0, texts.table[ends, byte], -1)
+    made = _minimised(texts.table, (ends >= 0) & texts.accepting[ends], state)
+    if made is None:
+        raise RequestError(f"no text of the constraint starts with {before!r} and ends with {behind!r}")
+    return made
+
+
 def byte_automaton(expression: str, limits: CompileLimits, is_of_json: bool = False) -> ByteAutomaton:
     """The texts that match ``expression`` as a whole, as UTF-8; those with a NUL are left out.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dlm_runtime import _native
 from dlm_runtime.constraints.automaton import MADE_OF, compile_automaton
-from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import CompileLimits, between, byte_automaton
 from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.errors import BundleError, DlmError, RequestError
 from dlm_runtime.files import read_bytes
@@ -59,20 +59,24 @@ def compile_constraint(
     eos_token_ids: Sequence[int],
     limits: CompileLimits,
     folder: Path | None,
+    given: tuple[str, str] = ("", ""),
 ) -> Constraint:
     """The constraint that an expression is, for a vocabulary of ``vocabulary_sha256``.
 
-    ``folder`` is where it is kept, and looked for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only
-    then. Raises RequestError for what cannot be compiled within ``limits``.
+    ``given``: texts before and behind what it is of, which are part of what matches. ``folder`` is where it is kept, and looked
+    for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only then. Raises RequestError for what cannot
+    be compiled within ``limits``.
     """
     if not eos_token_ids:
         raise RequestError("constraints need an end token, to stand behind texts, and this bundle has none")
-    made_of = [_FORMAT, expression, is_of_json, vocabulary_sha256, vocab_size, list(eos_token_ids), astuple(limits)]
+    made_of = [_FORMAT, expression, is_of_json, vocabulary_sha256, vocab_size, list(eos_token_ids), astuple(limits), given]
     key = hashlib.sha256(json.dumps(made_of).encode()).digest()
     path = None if folder is None else folder / f"{key.hex()}.automaton"
     if path is not None and (kept := _kept(path, key)) is not None:
         return kept
     texts = byte_automaton(expression, limits, is_of_json)
+    if any(given):
+        texts = between(texts, *given)
     data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits).as_bytes(key)
     if path is not None:
         _keep(path, data)

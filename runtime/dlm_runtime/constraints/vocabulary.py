@@ -44,7 +44,7 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 def _spelled(name: str) -> bytes | None:
     try:
-        return bytes(_BYTES[letter] for letter in name)
+        return bytes(BYTES[letter] for letter in name)
     except KeyError:
         return None  # no token that a byte-level encoder makes
 
@@ -56,4 +56,5 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
-_BYTES = _byte_letters()
+BYTES = _byte_letters()
+"""The byte that each letter of a byte-level vocabulary stands for."""

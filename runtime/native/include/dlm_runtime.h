@@ -13,7 +13,8 @@
  *   which bindings in other languages call. The function behind the macro's name fills the struct of the first header of
  *   DLM_ABI_VERSION 3, for programs that were compiled with that.
  * - Threads: a bundle may be shared by any number of threads; a session belongs to one thread at a time, but for
- *   dlm_session_cancel. A bundle must outlive its sessions.
+ *   dlm_session_cancel; a scheduler may be shared, and each of its jobs belongs to one thread at a time, but for dlm_job_cancel. A
+ *   bundle must outlive its sessions and schedulers.
  * - Nothing is printed, no global is kept, no exception and no exit leaves the library.
  * - Text is UTF-8 and NUL-terminated; token ids are int32; a canvas is a row of token ids.
  */
@@ -46,7 +47,8 @@ enum {
   DLM_OUT_OF_MEMORY = 6,
   DLM_CANCELLED = 7,     /* a callback of the caller's asked to stop, and the request was dropped */
   DLM_INTERNAL = 8,      /* a defect of ours; please report it with the message */
-  DLM_ENGINE_MISSING = 9 /* the engine's library is not there, too old, or cannot be loaded */
+  DLM_ENGINE_MISSING = 9, /* the engine's library is not there, too old, or cannot be loaded */
+  DLM_BUSY = 10           /* as many requests wait as may: hand it in again later */
 };
 DLM_API const char *dlm_status_name(dlm_status status); /* static, never NULL */
 
@@ -136,8 +138,9 @@ typedef struct dlm_policy {
   double edit_threshold;   /* of "edit", 0..1: a token of a finished block changes where another one's probability is above it */
   double top_p;            /* of "sample", 0..1: from as few of the best tokens as have more than this probability together */
   int32_t top_k;           /* of "sample": from this many of the best tokens; 0: all */
-  const char *score_of;    /* of "sample", what scores are of. "prediction": the denoiser's softmax | "draw": the distribution
-                              that is drawn from, by temperature, top_p and top_k */
+  const char *score_of;    /* what scores are of. "prediction": the denoiser's softmax | "draw", of "sample": the distribution
+                              that is drawn from, by temperature, top_p and top_k | "marginal": of a constrained request the
+                              softmax of all texts that the constraint has, else "prediction" */
   double cfg_scale;        /* w of classifier-free guidance: each pass also runs the canvas with all that is given masked, and
                               logits are without + (w + 1)(with - without); 0: none. UNSUPPORTED where the engine takes one
                               request a pass */
@@ -235,6 +238,11 @@ DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 DLM_API dlm_status dlm_bundle_preset(const dlm_bundle *bundle, const char *name, char *message, size_t message_capacity,
                                      dlm_policy *policy);
 
+/* The same with an effort level: "instant", "low", "medium" or "high", fewest passes first, as they were fitted on data for one of
+ * the presets. DLM_NOT_FOUND for another name, and for a bundle that nobody fitted levels for: `dlm-export effort` does. */
+DLM_API dlm_status dlm_bundle_effort(const dlm_bundle *bundle, const char *level, char *message, size_t message_capacity,
+                                     dlm_policy *policy);
+
 /* ---- Session -------------------------------------------------------------------------------------------------------- */
 
 DLM_API dlm_status dlm_session_create(dlm_bundle *bundle, char *message, size_t message_capacity, dlm_session **session);
@@ -265,9 +273,14 @@ DLM_API void dlm_automaton_destroy(dlm_automaton *automaton); /* requests that b
 DLM_API int32_t dlm_automaton_shortest(const dlm_automaton *automaton);
 
 /* Of the requests that start from now on, until the next call of this; NULL, as at first: no constraint. From its first undecided
- * position to its last, a request then comes to the most likely text that the automaton accepts, whatever the policy, with end
- * tokens behind it where there is room. INVALID_ARGUMENT where no text fits there, UNSUPPORTED for another vocabulary. */
+ * position to its last, a request then comes to a text that the automaton accepts, whatever the policy and what ends it, with end
+ * tokens behind it where there is room: the most likely one, or of "sample" a draw. INVALID_ARGUMENT where no text fits there,
+ * UNSUPPORTED for another vocabulary. */
 DLM_API dlm_status dlm_session_constrain(dlm_session *session, const dlm_automaton *automaton);
+
+/* The same, and so many given tokens in front of the first undecided position are the first ones of the text. They have to be as
+ * the tokenizer writes it: a text that starts inside a token, or in an unusual one, is compiled into the automaton. */
+DLM_API dlm_status dlm_session_constrain_from(dlm_session *session, const dlm_automaton *automaton, int32_t given);
 
 /* The canvas after one step. Pointers are valid until the next call on the session. */
 typedef struct dlm_step {
@@ -353,8 +366,8 @@ enum {
 };
 
 /* What a request came to, beside its canvas. One that ended before all was decided has a whole canvas too: what its last pass
- * scored holds what that proposed, and the rest the first end token, or the mask token where the denoiser has none. `undecided`
- * tells it from what was committed. */
+ * scored holds what that proposed, and the rest the first end token, or the mask token where the denoiser has none; what the text
+ * of a constraint still wants stands before the end tokens. `undecided` tells it from what was committed. */
 typedef struct dlm_result {
   size_t struct_size;
   int32_t finish;            /* DLM_FINISH_... */
@@ -412,6 +425,145 @@ DLM_API dlm_status dlm_session_logits(dlm_session *session, const int32_t *token
  * UNSUPPORTED for cached > 0 where the denoiser has no cache, and for a batch that the engine does not take. */
 DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
                                            double *seconds, size_t repeats);
+
+/* ---- Scheduler ------------------------------------------------------------------------------------------------------ */
+
+/* Requests that any number of threads hand in, and one thread makes the passes of, whatever their prompts, lengths, policies,
+ * seeds, blocks and constraints. Where the engine lets them ("onnxruntime" on a CPU) all that run share every pass: a request that is
+ * done leaves, and one that waits joins, between two passes. With other engines they take turns, pass by pass. Each gets what it gets
+ * alone, but for floating-point noise of the engine. Requests begin in the order of their coming; a pass takes those first that have
+ * waited for one longest. */
+typedef struct dlm_scheduler dlm_scheduler;
+typedef struct dlm_job dlm_job;
+
+typedef struct dlm_scheduler_options {
+  size_t struct_size;
+  int32_t max_running;  /* requests that have begun (16), 1..4096 */
+  int32_t max_waiting;  /* requests that have not (1024): more are refused with DLM_BUSY */
+  int32_t max_tokens;   /* of a pass that several share (512): those for whom there is no room take part in the next. A request whose
+                           pass has more of its own makes it alone */
+  uint64_t cache_bytes; /* keys and values of all that run: a request begins when there is room for its canvas's. 0: 1 GiB, or what
+                           the longest canvas takes if that is more */
+} dlm_scheduler_options;
+DLM_API void dlm_scheduler_options_init_sized(dlm_scheduler_options *options, size_t struct_size);
+#define dlm_scheduler_options_init(options) dlm_scheduler_options_init_sized(options, sizeof(dlm_scheduler_options))
+
+/* options may be NULL. */
+DLM_API dlm_status dlm_scheduler_create(dlm_bundle *bundle, const dlm_scheduler_options *options, char *message,
+                                        size_t message_capacity, dlm_scheduler **scheduler);
+
+/* Nobody may be running it. Requests that are not done end as cancelled ones; their jobs stay. */
+DLM_API void dlm_scheduler_destroy(dlm_scheduler *scheduler);
+
+/* Hands a request in, from any thread; tokens [count] and options are as of dlm_session_start, and the deadline counts from now.
+ * on_step is called on the thread that makes the passes, and must neither wait for a job nor run or destroy the scheduler; anything
+ * but 0 ends its request with DLM_CANCELLED. automaton and given are as of dlm_session_constrain_from; NULL and 0: no constraint. BUSY
+ * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. */
+DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler *scheduler, const dlm_generate_options *options,
+                                        const dlm_automaton *automaton, int32_t given, const int32_t *tokens, size_t count,
+                                        char *message, size_t message_capacity, dlm_job **job);
+
+/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until nothing is left to do. before_pass, which
+ * may be NULL, is as of dlm_session_before_pass: anything but 0 ends this call with DLM_CANCELLED, and the next one goes on. A request
+ * that fails fails alone, and its job says why. INVALID_ARGUMENT where another thread is in this call. */
+DLM_API dlm_status dlm_scheduler_run(dlm_scheduler *scheduler, int32_t until_idle, dlm_before_pass_fn before_pass, void *user,
+                                     char *message, size_t message_capacity);
+
+/* Ends the call of dlm_scheduler_run after the pass that is being made, or the next call at once. From any thread. */
+DLM_API void dlm_scheduler_stop(dlm_scheduler *scheduler);
+
+typedef struct dlm_scheduler_stats {
+  size_t struct_size;
+  int32_t waiting, running;             /* requests now */
+  int64_t submitted, finished, refused; /* requests so far, refused by DLM_BUSY */
+  int64_t passes;                       /* made */
+  int64_t shares;                       /* sum of the requests that took part in each */
+  double busy_s;                        /* seconds in passes and commits */
+  uint64_t cache_bytes;                 /* keys and values held at once, at most */
+} dlm_scheduler_stats;
+
+/* From any thread. struct_size need not be set. */
+DLM_API void dlm_scheduler_stats_sized(const dlm_scheduler *scheduler, dlm_scheduler_stats *stats, size_t struct_size);
+#define dlm_scheduler_get_stats(scheduler, stats) dlm_scheduler_stats_sized(scheduler, stats, sizeof(dlm_scheduler_stats))
+
+/* Waits until the request is done; timeout_ms < 0: as long as it takes. 1: it is. */
+DLM_API int32_t dlm_job_wait(const dlm_job *job, double timeout_ms);
+
+/* The canvas of a request that is done, until its job is destroyed; NULL and 0 before. length may be NULL. */
+DLM_API const int32_t *dlm_job_tokens(const dlm_job *job, size_t *length);
+
+/* How it ended: DLM_OK with its result, or why it failed; INVALID_ARGUMENT before it is done. Pointers of the result are valid until
+ * the job is destroyed. result may be NULL, and its struct_size need not be set. */
+DLM_API dlm_status dlm_job_result_sized(const dlm_job *job, dlm_result *result, size_t struct_size);
+#define dlm_job_result(job, result) dlm_job_result_sized(job, result, sizeof(dlm_result))
+
+/* The sentence of a request that failed; "" of any other. Owned by the job. */
+DLM_API const char *dlm_job_message(const dlm_job *job);
+
+/* Ends it within one pass with what it has, DLM_FINISH_CANCELLED. From any thread, also from callbacks. */
+DLM_API void dlm_job_cancel(dlm_job *job);
+
+/* Cancels it too, where it is not done. It may outlive its scheduler. */
+DLM_API void dlm_job_destroy(dlm_job *job);
+
+/* ---- Text ------------------------------------------------------------------------------------------------------------ */
+
+/* A bundle's tokenizer and chat template, compiled into a file of the bundle when that was built, where they came out equal to
+ * Python's: token ids are those of the tokenizers library, chats those of Jinja. Nothing in it is run. Any number of threads may
+ * share one. Text is UTF-8 with its size in bytes and may hold NUL; what is no UTF-8 is refused with INVALID_ARGUMENT. */
+typedef struct dlm_text dlm_text;
+
+/* The bundle's own, read when it is first asked for; it lives as long as the bundle. UNSUPPORTED, with the reason in message, where
+ * the bundle has none. */
+DLM_API dlm_status dlm_bundle_text(dlm_bundle *bundle, char *message, size_t message_capacity, const dlm_text **text);
+
+/* Such a file by itself, from memory. BAD_BUNDLE for a damaged one. */
+DLM_API dlm_status dlm_text_read(const void *data, size_t size, char *message, size_t message_capacity, dlm_text **text);
+DLM_API void dlm_text_destroy(dlm_text *text); /* not for a bundle's own */
+
+/* Token ids of a text. is_prompt: 1: with what the tokenizer puts around a prompt | 0: of the text alone, as of a rendered chat.
+ * count: how many they are; where capacity is smaller, the first `capacity` are written, so a first call may ask with 0. */
+DLM_API dlm_status dlm_text_encode(const dlm_text *text, const char *string, size_t size, int32_t is_prompt, char *message,
+                                   size_t message_capacity, int32_t *tokens, size_t capacity, size_t *count);
+
+/* The text of token ids, special ones left out, as whole characters: U+FFFD stands for bytes that are none. size: its bytes; where
+ * capacity is smaller, the first `capacity` are written, without a NUL behind them. */
+DLM_API dlm_status dlm_text_decode(const dlm_text *text, const int32_t *tokens, size_t count, char *message,
+                                   size_t message_capacity, char *string, size_t capacity, size_t *size);
+
+/* dlm_text_decode for ids that come piece by piece. One decoder is of one text and belongs to one thread at a time; it may outlive
+ * what it was made of. */
+typedef struct dlm_decoder dlm_decoder;
+DLM_API dlm_status dlm_decoder_create(const dlm_text *text, char *message, size_t message_capacity, dlm_decoder **decoder);
+DLM_API void dlm_decoder_destroy(dlm_decoder *decoder);
+
+/* What further ids add to the text, whole characters alone: string, of `size` bytes and a NUL, is the decoder's until the next call
+ * on it. is_last: 1: no others will come, so that what was held back comes too. */
+DLM_API dlm_status dlm_decoder_push(dlm_decoder *decoder, const int32_t *tokens, size_t count, int32_t is_last,
+                                    const char **string, size_t *size);
+
+/* A message of a chat. An array holds them, so there is no struct_size: its fields change with DLM_ABI_VERSION. */
+typedef struct dlm_message {
+  const char *role;    /* "system", "user", "assistant", "tool": those of the template; NUL-terminated */
+  const char *content;
+  size_t content_size; /* bytes */
+} dlm_message;
+
+/* A chat as text, up to where the assistant answers. size and capacity are those of dlm_text_decode. UNSUPPORTED, with the message's
+ * number and the reason, where the template does more with it than to put contents between fixed texts. */
+DLM_API dlm_status dlm_chat_render(const dlm_text *text, const dlm_message *messages, size_t message_count, char *message,
+                                   size_t message_capacity, char *string, size_t capacity, size_t *size);
+
+/* Told what a step adds to the text: `delta`, of `size` bytes and a NUL, whole characters in front of what is still undecided. On
+ * the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call what a dlm_step_fn may. */
+typedef int32_t (*dlm_text_fn)(void *user, const char *delta, size_t size);
+
+/* dlm_session_generate from text to text. on_text may be NULL, and options->on_step too. text: what was generated, up to the first
+ * end token; `size` bytes and a NUL, the session's until the next call of these two. dlm_session_result tells the rest. */
+DLM_API dlm_status dlm_generate_text(dlm_session *session, const dlm_generate_options *options, const char *prompt,
+                                     size_t prompt_size, dlm_text_fn on_text, void *user, const char **text, size_t *size);
+DLM_API dlm_status dlm_generate_chat(dlm_session *session, const dlm_generate_options *options, const dlm_message *messages,
+                                     size_t message_count, dlm_text_fn on_text, void *user, const char **text, size_t *size);
 
 #ifdef __cplusplus
 }

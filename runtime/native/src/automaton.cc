@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <numeric>
 
 #include "error.h"
 #include "sha256.h"
@@ -72,6 +73,21 @@ void check_distances(const Automaton& automaton, const std::string& where) {
   }
 }
 
+// Fills class_starts and class_tokens.
+void list_tokens(Automaton& automaton, const std::string& where) {
+  std::vector<int32_t>& starts = automaton.class_starts;
+  starts.assign(static_cast<size_t>(automaton.classes) + 1, 0);
+  for (const int32_t number : automaton.token_class)
+    if (number >= 0) ++starts[static_cast<size_t>(number) + 1];
+  if (std::find(starts.begin() + 1, starts.end(), 0) != starts.end()) fail(DLM_BAD_BUNDLE, "%s: a class without tokens", where.c_str());
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  automaton.class_tokens.resize(static_cast<size_t>(starts.back()));
+  std::vector<int32_t> next(starts);
+  for (int32_t token = 0; token < automaton.vocab_size; ++token)
+    if (const int32_t number = automaton.token_class[static_cast<size_t>(token)]; number >= 0)
+      automaton.class_tokens[static_cast<size_t>(next[static_cast<size_t>(number)]++)] = token;
+}
+
 }  // namespace
 
 int32_t Automaton::next(int32_t state, int32_t token) const {
@@ -85,6 +101,10 @@ int32_t Automaton::next(int32_t state, int32_t token) const {
 bool Automaton::has_class(int32_t group, int32_t number) const {
   const auto at = static_cast<size_t>(group);
   return std::binary_search(group_classes.begin() + group_starts[at], group_classes.begin() + group_starts[at + 1], number);
+}
+
+bool Automaton::has_token(int32_t group, int32_t token) const {
+  return token >= 0 && token_class[static_cast<size_t>(token)] >= 0 && has_class(group, token_class[static_cast<size_t>(token)]);
 }
 
 Automaton read_automaton(const void* data, size_t size, const std::string& where) {
@@ -122,16 +142,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   out.distances = reader.take("distances", count(states), 0, states);
   check_groups(out, where);
   check_distances(out, where);
-  out.class_sizes.assign(count(classes), 0);
-  out.class_tokens.assign(count(classes), -1);
-  for (int32_t token = vocab_size; token-- > 0;) {
-    const int32_t number = out.token_class[count(token)];
-    if (number < 0) continue;
-    ++out.class_sizes[count(number)];
-    out.class_tokens[count(number)] = token;
-  }
-  if (std::find(out.class_sizes.begin(), out.class_sizes.end(), 0) != out.class_sizes.end())
-    fail(DLM_BAD_BUNDLE, "%s: a class without tokens", where.c_str());
+  list_tokens(out, where);
   return out;
 }
 

@@ -18,11 +18,18 @@ struct Automaton {
   std::vector<int32_t> edge_starts;                  // of state s the edges [edge_starts[s], edge_starts[s + 1])
   std::vector<int32_t> edge_states, edge_groups;     // of an edge the state behind it, and the group that leads there
   std::vector<int32_t> distances;                    // of a state the fewest tokens to where a text may end; 0: here
-  std::vector<int32_t> class_sizes, class_tokens;    // of a class how many tokens it has, and the lowest
+  std::vector<int32_t> class_starts, class_tokens;   // of class c the tokens [class_starts[c], class_starts[c + 1]), ascending
 
   // The state behind `token`, or -1. State 0 is the first.
   int32_t next(int32_t state, int32_t token) const;
   bool has_class(int32_t group, int32_t number) const;
+  bool has_token(int32_t group, int32_t token) const;  // false for -1
+
+  // The lowest token of a class, and whether it is the only one.
+  int32_t first_token(int32_t number) const { return class_tokens[static_cast<size_t>(class_starts[static_cast<size_t>(number)])]; }
+  bool is_one_token(int32_t number) const {
+    return class_starts[static_cast<size_t>(number) + 1] == class_starts[static_cast<size_t>(number)] + 1;
+  }
 };
 
 // Checks all of a file's content: what follows may rely on every number of it. `where` starts the messages.

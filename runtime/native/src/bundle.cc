@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kSchemaVersion = 3;
 constexpr size_t kManifestLimitBytes = 4 << 20;
+constexpr int64_t kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 
 int64_t file_bytes(const std::string& path) {
@@ -162,9 +163,10 @@ PortNames read_ports(const json::Value& graph) {
   };
   const json::Value& ports = graph.object("ports");
   ports.refuse_unknown(
-      {"input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits", "layers"});
+      {"input_ids", "position_ids", "score_rows", "segments", "top_token", "top_prob", "entropy", "logits", "layers"});
   PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"), name(ports, "top_token"),
-                  name(ports, "top_prob"),  name(ports, "entropy"),      name(ports, "logits"),     {}};
+                  name(ports, "top_prob"),  name(ports, "entropy"),      name(ports, "logits"),     "", {}};
+  if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
   for (const json::Value& layer : ports.array("layers")) {
     layer.refuse_unknown({"kv_heads", "head_size", "past_key", "past_value", "present_key", "present_value"});
     names.layers.push_back({name(layer, "past_key"), name(layer, "past_value"), name(layer, "present_key"),
@@ -314,6 +316,34 @@ dlm_policy read_preset(const json::Value& preset) {
   return policy;
 }
 
+// `loop.effort`: a policy for each of the levels, which are always the same.
+Policies read_efforts(const json::Value& effort, const json::Value& presets) {
+  effort.refuse_unknown({"preset", "levels"});
+  if (presets.find(effort.string("preset")) == nullptr) effort.at("preset").refuse("is not one of presets");
+  const json::Value& levels = effort.object("levels");
+  levels.refuse_unknown({std::begin(kEfforts), std::end(kEfforts)});
+  Policies found;
+  for (const char* const level : kEfforts) found.emplace_back(level, read_preset(levels.object(level)));
+  return found;
+}
+
+// The compiled text file, or why the build wrote none.
+void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder, Manifest& manifest) {
+  const json::Value* const entry = root.find("text");
+  if (entry == nullptr) {
+    manifest.text_refusal = "it has no tokenizer, or was built before there were such files";
+    return;
+  }
+  if (entry->find("file") == nullptr) {
+    entry->refuse_unknown({"refused"});
+    manifest.text_refusal = entry->string("refused");
+    return;
+  }
+  entry->refuse_unknown({"file", "chat_refused"});
+  if (entry->find("chat_refused") != nullptr) entry->string("chat_refused");
+  manifest.text_path = folder + "/" + listed(files, entry->at("file"));
+}
+
 Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes, const std::string& engine) {
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
@@ -327,10 +357,10 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
   // All but loop and files describe the bundle to people and to the exporter, which checks them by manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source", "precision", "kernels",
-                        "targets", "tokenizer", "chat_template", "audits", "files"});
+                        "targets", "tokenizer", "chat_template", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "visible_block", "graph",
-                       "presets", "default_preset", "engines"});
+                       "presets", "default_preset", "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -342,10 +372,12 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
   manifest.default_preset = loop.string("default_preset");
   if (presets.find(manifest.default_preset) == nullptr) loop.at("default_preset").refuse("is not one of presets");
+  if (loop.find("effort") != nullptr) manifest.efforts = read_efforts(loop.object("effort"), presets);
   const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
   if (loop.find("engines") != nullptr)
     for (const json::Value& entry : loop.object("engines").members())
       manifest.engines.push_back(read_engine(entry, graph, files, folder, is_run));
+  read_text_entry(*root, files, folder, manifest);
   manifest.unhashed = check_files(files, folder, check_hashes, is_run);
   return manifest;
 }
@@ -356,6 +388,19 @@ void check_hash(const FileHash& file) {
   if (sha256_file_hex(file.path) != file.sha256)
     fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s", file.path.c_str(),
          file.advice);
+}
+
+std::shared_ptr<const Text> read_text(const Manifest& manifest) {
+  const std::string& path = manifest.text_path;
+  if (path.empty())
+    fail(DLM_UNSUPPORTED, "this bundle holds no compiled text: %s. Python's runtime takes its text, if it has any",
+         manifest.text_refusal.c_str());
+  const int64_t bytes = file_bytes(path);
+  if (bytes > kTextLimitBytes) fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for it", path.c_str(), static_cast<long long>(bytes));
+  std::string data(static_cast<size_t>(bytes), '\0');
+  std::ifstream file(path, std::ios::binary);
+  if (!file.read(data.data(), static_cast<std::streamsize>(data.size()))) fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
+  return std::make_shared<const Text>(data.data(), data.size(), path);
 }
 
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine) {

@@ -5,12 +5,14 @@
 // `loop` and `files`, which are all that it needs; what describes the bundle is for people and for the exporter.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine.h"
 #include "loop.h"
+#include "text.h"
 
 namespace dlm {
 
@@ -20,6 +22,11 @@ struct FileHash {
   const char* advice;
 };
 
+// Effort levels of a bundle, fewest passes first.
+constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
+
+using Policies = std::vector<std::pair<std::string, dlm_policy>>;  // by name, in the manifest's order
+
 struct Manifest {
   std::string text;  // of manifest.json
   Denoiser denoiser;
@@ -28,8 +35,11 @@ struct Manifest {
   bool is_for_gpus = false;         // built for them, though it may hold no engine yet
   std::string device_advice;        // what makes it run on a GPU, for messages; empty if it is not for GPUs
   std::string default_preset;
-  std::vector<std::pair<std::string, dlm_policy>> presets;  // strings are static
-  std::vector<FileHash> unhashed;                           // large files, still to be compared by check_hash
+  Policies presets;                // strings are static
+  Policies efforts;                // levels fitted on data, fewest passes first; empty where none were
+  std::string text_path;           // of the compiled text file; empty: there is none,
+  std::string text_refusal;        // and why
+  std::vector<FileHash> unhashed;  // large files, still to be compared by check_hash
 };
 
 // Reads and checks the bundle in folder `path`; check_hashes = false compares sizes only.
@@ -37,6 +47,9 @@ struct Manifest {
 // `engine` is dlm_open_options': engine files and what their entries rest on are compared only where one is to be run.
 // What it leaves in `unhashed` can be compared while an engine maps the same files: nothing may be computed before.
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
+
+// The compiled text file. Throws Error(DLM_UNSUPPORTED) where there is none.
+std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
 // Throws Error(DLM_BAD_BUNDLE) for a file of another hash.
 void check_hash(const FileHash& file);

@@ -14,20 +14,97 @@
 #include <utility>
 #include <vector>
 
-#include "automaton.h"
-#include "bundle.h"
+#include "c_api.h"
 #include "constrained.h"
-#include "dlm_runtime.h"
-#include "engine.h"
-#include "error.h"
-#include "loop.h"
-#include "policy.h"
 
-struct dlm_bundle {
-  dlm::Manifest manifest;
-  std::unique_ptr<dlm::Engine> engine;
-  std::string engine_description;
-};
+using dlm::choose_policy, dlm::Clock, dlm::copy_message, dlm::make_request, dlm::require, dlm::take_options;
+
+namespace {
+
+std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* tokens, size_t count, int32_t new_tokens) {
+  if (count > 0) require(tokens, "tokens");
+  if (new_tokens < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative", new_tokens);
+  const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
+  const size_t length = count + static_cast<size_t>(new_tokens);
+  if (count > longest || length > longest)
+    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu", length,
+              count, new_tokens, longest);
+  if (length == 0) dlm::fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
+  std::vector<int32_t> canvas(length, denoiser.mask_token_id);
+  for (size_t i = 0; i < count; ++i) {
+    if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)
+      dlm::fail(DLM_INVALID_ARGUMENT, "token id %d at position %zu is outside the vocabulary (0..%d)", tokens[i], i,
+                denoiser.vocab_size - 1);
+    canvas[i] = tokens[i];
+  }
+  return canvas;
+}
+
+dlm_generate_options default_generate_options() {
+  dlm_generate_options options{};
+  options.struct_size = sizeof options;
+  options.max_new_tokens = 128;
+  return options;
+}
+
+}  // namespace
+
+namespace dlm {
+
+dlm_generate_options take_options(const dlm_generate_options* options) {
+  require(options, "options");
+  const dlm_generate_options taken = take(*options, default_generate_options());
+  if (taken.steps < 0) fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", taken.steps);
+  if (taken.max_steps < 0) fail(DLM_INVALID_ARGUMENT, "max_steps = %d is negative", taken.max_steps);
+  if (!(taken.deadline_ms >= 0 && taken.deadline_ms <= kLongest))
+    fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", taken.deadline_ms, kLongest);
+  return taken;
+}
+
+Clock::time_point deadline_of(const dlm_generate_options& options) {
+  const std::chrono::duration<double, std::milli> time(options.deadline_ms);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(time);
+}
+
+dlm_result result_of(const Outcome& outcome) {
+  dlm_result found{};
+  found.finish = static_cast<int32_t>(outcome.finish);
+  found.nfe = outcome.nfe;
+  found.prompt_tokens = outcome.prompt_tokens;
+  found.completion_tokens = outcome.completion_tokens;
+  found.log_probs = outcome.log_probs.data();
+  found.undecided = outcome.undecided.data();
+  found.length = outcome.undecided.size();
+  return found;
+}
+
+Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given) {
+  if (given != nullptr) return check_policy(*given);
+  const Manifest& manifest = bundle.manifest;
+  for (const auto& [name, preset] : manifest.presets)
+    if (name == manifest.default_preset) return check_policy(preset);
+  return check_policy(default_policy());
+}
+
+Constraint constraint_of(const dlm_automaton* automaton, int32_t given) {
+  if (given < 0) fail(DLM_INVALID_ARGUMENT, "given = %d is negative", given);
+  return {automaton == nullptr ? nullptr : automaton->automaton, given};
+}
+
+Request make_request(const dlm_bundle& bundle, const Constraint& constraint, const Policy& policy,
+                     const dlm_generate_options& options, const int32_t* tokens, size_t count, const std::string& name) {
+  const Denoiser& denoiser = bundle.manifest.denoiser;
+  std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, options.max_new_tokens);
+  std::vector<uint8_t> undecided;
+  for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
+  std::unique_ptr<Proposer> proposer;
+  if (constraint.automaton != nullptr)
+    proposer = std::make_unique<Constrained>(denoiser, policy, constraint.automaton, constraint.given, canvas, undecided);
+  return Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided), options.steps, name,
+                 std::move(proposer));
+}
+
+}  // namespace dlm
 
 namespace {
 
@@ -54,14 +131,7 @@ class Cancels {
   std::vector<uint8_t> is_cancelled_;  // by request; of no length where none runs
 };
 
-using Clock = std::chrono::steady_clock;
-
 }  // namespace
-
-// Requests hold the automaton that they began with.
-struct dlm_automaton {
-  std::shared_ptr<const dlm::Automaton> automaton;
-};
 
 struct dlm_session {
   explicit dlm_session(dlm_bundle& opened) : bundle(opened), context(opened.engine->open_context(opened.manifest.denoiser.max_canvas_length)) {}
@@ -76,48 +146,17 @@ struct dlm_session {
   int32_t max_steps = 0;
   std::vector<dlm::Outcome> outcomes;  // of the requests that ended last
   dlm_pass_counts counts{};         // of the last passes
-  std::shared_ptr<const dlm::Automaton> constraint;  // of the requests to come; NULL: none
+  dlm::Constraint constraint;  // of the requests to come
   dlm_before_pass_fn before_pass = nullptr;
   void* before_pass_user = nullptr;
+  std::string text;  // what dlm_generate_text came to
   std::string last_error;
   bool is_running = false;  // inside a call, perhaps inside a callback of the caller's
 };
 
 namespace {
 
-void copy_message(const char* text, char* message, size_t capacity) {
-  if (message == nullptr || capacity == 0) return;
-  std::strncpy(message, text, capacity - 1);
-  message[capacity - 1] = '\0';
-}
-
-// Runs `body`; what it throws becomes a status, and its sentence goes to `report`.
-template <typename Body, typename Report>
-dlm_status guarded(Body body, Report report) noexcept {
-  try {
-    try {
-      body();
-      return DLM_OK;
-    } catch (const dlm::Error& error) {
-      report(error.what());
-      return error.status();
-    } catch (const std::bad_alloc&) {
-      report("out of memory");
-      return DLM_OUT_OF_MEMORY;
-    } catch (const std::exception& error) {
-      report(error.what());
-      return DLM_INTERNAL;
-    }
-  } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // only a message that found no memory comes here
-  }
-}
-
-template <typename Body>
-dlm_status guarded(char* message, size_t capacity, Body body) noexcept {
-  copy_message("", message, capacity);
-  return guarded(body, [&](const char* text) { copy_message(text, message, capacity); });
-}
+using dlm::guarded;
 
 template <typename Body>
 dlm_status guarded(dlm_session* session, Body body) noexcept {
@@ -125,37 +164,14 @@ dlm_status guarded(dlm_session* session, Body body) noexcept {
   const auto report = [&](const char* text) { session->last_error = text; };
   if (session->is_running) {
     // It would pull the request, or the buffers of the pass, from under the call that the callback returns to.
-    return guarded([] { dlm::fail(DLM_INVALID_ARGUMENT, "a callback may not use the session that called it"); }, report);
+    return dlm::guarded([] { dlm::fail(DLM_INVALID_ARGUMENT, "a callback may not use the session that called it"); }, report);
   }
   session->is_running = true;
   session->last_error.clear();
-  const dlm_status status = guarded(body, report);
+  const dlm_status status = dlm::guarded(body, report);
   if (status == DLM_OK) session->last_error.clear();  // of a call that a callback tried
   session->is_running = false;
   return status;
-}
-
-void require(const void* pointer, const char* name) {
-  if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
-}
-
-std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* tokens, size_t count, int32_t new_tokens) {
-  if (count > 0) require(tokens, "tokens");
-  if (new_tokens < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative", new_tokens);
-  const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
-  const size_t length = count + static_cast<size_t>(new_tokens);
-  if (count > longest || length > longest)
-    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu", length,
-              count, new_tokens, longest);
-  if (length == 0) dlm::fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
-  std::vector<int32_t> canvas(length, denoiser.mask_token_id);
-  for (size_t i = 0; i < count; ++i) {
-    if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)
-      dlm::fail(DLM_INVALID_ARGUMENT, "token id %d at position %zu is outside the vocabulary (0..%d)", tokens[i], i,
-                denoiser.vocab_size - 1);
-    canvas[i] = tokens[i];
-  }
-  return canvas;
 }
 
 // What every layer has; 0 where they differ.
@@ -179,13 +195,6 @@ dlm_open_options default_open_options() {
   options.engine = "auto";
   options.check_hashes = 1;
   options.provider = "cpu";
-  return options;
-}
-
-dlm_generate_options default_generate_options() {
-  dlm_generate_options options{};
-  options.struct_size = sizeof options;
-  options.max_new_tokens = 128;
   return options;
 }
 
@@ -224,37 +233,22 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const En
   return dlm::open_onnxruntime(manifest.graph, library, threads, choice.provider);
 }
 
-constexpr double kLongest = 1e12;  // milliseconds: 31 years, which clocks hold
-
-dlm_generate_options take_options(const dlm_generate_options* options) {
-  require(options, "options");
-  const dlm_generate_options taken = dlm::take(*options, default_generate_options());
-  if (taken.steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", taken.steps);
-  if (taken.max_steps < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_steps = %d is negative", taken.max_steps);
-  if (!(taken.deadline_ms >= 0 && taken.deadline_ms <= kLongest))
-    dlm::fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", taken.deadline_ms, kLongest);
-  return taken;
+// Fills *policy, up to its struct_size, with the one of that name; false: there is none.
+bool give_policy(const dlm::Policies& policies, const std::string& name, dlm_policy* policy) {
+  require(policy, "policy");
+  dlm::check_size(*policy);
+  for (const auto& [known, fields] : policies) {
+    if (known != name) continue;
+    dlm::give(fields, policy->struct_size, policy);
+    return true;
+  }
+  return false;
 }
 
-dlm::Policy choose_policy(const dlm_session& session, const dlm_policy* given) {
-  if (given != nullptr) return dlm::check_policy(*given);
-  const dlm::Manifest& manifest = session.bundle.manifest;
-  for (const auto& [name, preset] : manifest.presets)
-    if (name == manifest.default_preset) return dlm::check_policy(preset);
-  return dlm::check_policy(dlm::default_policy());
-}
-
-dlm::Request make_request(const dlm_session& session, const dlm::Policy& policy, const dlm_generate_options& options,
-                          const int32_t* tokens, size_t count, const std::string& name) {
-  const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
-  std::vector<int32_t> canvas = check_canvas(denoiser, tokens, count, options.max_new_tokens);
-  std::vector<uint8_t> undecided;
-  for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
-  std::unique_ptr<dlm::Proposer> proposer;
-  if (session.constraint != nullptr)
-    proposer = std::make_unique<dlm::Constrained>(denoiser, policy, session.constraint, canvas, undecided);
-  return dlm::Request(denoiser, *session.bundle.engine, policy, std::move(canvas), std::move(undecided), options.steps, name,
-                      std::move(proposer));
+std::string names_of(const dlm::Policies& policies) {
+  std::string names;
+  for (const auto& [name, fields] : policies) names += (names.empty() ? "" : ", ") + name;
+  return names;
 }
 
 // Puts each request, by number, into the first batch that has room for it and that it fits into.
@@ -279,15 +273,14 @@ void begin(dlm_session& session, const dlm_generate_options& options, size_t req
   session.cancels.start(requests);
   session.max_steps = options.max_steps;
   session.deadline.reset();
-  const std::chrono::duration<double, std::milli> time(options.deadline_ms);
-  if (options.deadline_ms > 0) session.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(time);
+  if (options.deadline_ms > 0) session.deadline = dlm::deadline_of(options);
 }
 
 void start(dlm_session& session, const dlm_generate_options& options, const int32_t* tokens, size_t count,
            size_t capacity = SIZE_MAX) {
-  const dlm::Policy policy = choose_policy(session, options.policy);
+  const dlm::Policy policy = choose_policy(session.bundle, options.policy);
   std::vector<dlm::Request> one;
-  one.push_back(make_request(session, policy, options, tokens, count, ""));
+  one.push_back(make_request(session.bundle, session.constraint, policy, options, tokens, count, ""));
   check_capacity(capacity, one[0].canvas().size());
   begin(session, options, 1);
   session.numbers = {0};
@@ -344,8 +337,68 @@ void step(dlm_session& session) {
   }
 }
 
+// What several requests came to, by number.
+struct Results {
+  explicit Results(size_t count) : canvases(count), outcomes(count) {}
+
+  std::vector<std::vector<int32_t>> canvases;
+  std::vector<dlm::Outcome> outcomes;
+  dlm_stats stats{};
+  dlm_pass_counts counts{};
+};
+
+// As many together as fit each other.
+void go_in_lockstep(dlm_session& session, std::vector<dlm::Request> made, int32_t max_batch, Results& results) {
+  const auto batches = group(made, static_cast<size_t>(max_batch));
+  for (const auto& batch : batches) dlm::check_batch(*session.bundle.engine, static_cast<int32_t>(batch.size()));
+  for (const auto& batch : batches) {
+    std::vector<dlm::Request> together;
+    for (const size_t number : batch) together.push_back(std::move(made[number]));
+    session.numbers = batch;
+    session.batch.emplace(session.bundle.manifest.denoiser, std::move(together));
+    while (!session.batch->done()) step(session);
+    for (size_t i = 0; i < batch.size(); ++i) {
+      const dlm::Request& done = session.batch->requests()[i];
+      results.canvases[batch[i]] = done.canvas();
+      results.outcomes[batch[i]] = done.outcome();
+    }
+    add(results.stats, session.batch->stats());
+    add(results.counts, session.batch->counts());
+  }
+  session.batch.reset();
+}
+
+// Whatever they are: one joins whenever another is done.
+void share_passes(dlm_session& session, const dlm_generate_options& options, std::vector<dlm::Request> made, int32_t max_batch,
+                  Results& results) {
+  const auto count = static_cast<int32_t>(made.size());
+  dlm::Scheduler scheduler(session.bundle.manifest.denoiser, *session.bundle.engine,
+                           {max_batch, count, INT32_MAX, dlm::most_rows(made, static_cast<size_t>(max_batch))});
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (dlm::Request& request : made) jobs.push_back(scheduler.submit(std::move(request), {options.max_steps, session.deadline, nullptr, nullptr}));
+  scheduler.run(true, [&] {
+    ask_before_pass(session);
+    for (size_t i = 0; i < jobs.size(); ++i)
+      if (session.cancels.holds(i)) jobs[i]->cancel();
+  });
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    if (jobs[i]->status() != DLM_OK) throw dlm::Error(jobs[i]->status(), jobs[i]->message());
+    results.canvases[i] = jobs[i]->canvas();
+    results.outcomes[i] = jobs[i]->outcome();
+  }
+  results.stats = scheduler.stats();
+  results.counts = scheduler.counts();
+}
 
 }  // namespace
+
+dlm_bundle& dlm::bundle_of(dlm_session& session) { return session.bundle; }
+
+std::string& dlm::text_of(dlm_session& session) { return session.text; }
+
+dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) noexcept {
+  return ::guarded(session, [&] { body(user); });
+}
 
 uint32_t dlm_abi_version(void) { return DLM_ABI_VERSION; }
 
@@ -363,6 +416,7 @@ const char* dlm_status_name(dlm_status status) {
     case DLM_CANCELLED: return "CANCELLED";
     case DLM_INTERNAL: return "INTERNAL";
     case DLM_ENGINE_MISSING: return "ENGINE_MISSING";
+    case DLM_BUSY: return "BUSY";
     default: return "unknown status";
   }
 }
@@ -476,19 +530,24 @@ dlm_status dlm_bundle_preset(const dlm_bundle* bundle, const char* name, char* m
                              dlm_policy* policy) {
   return guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
-    require(policy, "policy");
-    dlm::check_size(*policy);
-    const std::string wanted = name == nullptr ? bundle->manifest.default_preset : name;
-    std::string known;
-    for (const auto& [preset, fields] : bundle->manifest.presets) {
-      if (preset == wanted) {
-        dlm::give(fields, policy->struct_size, policy);
-        return;
-      }
-      known += (known.empty() ? "" : ", ") + preset;
-    }
+    const dlm::Manifest& manifest = bundle->manifest;
+    const std::string wanted = name == nullptr ? manifest.default_preset : name;
+    if (give_policy(manifest.presets, wanted, policy)) return;
     dlm::fail(DLM_NOT_FOUND, "preset \"%.40s\" is not one of this bundle's: %s", wanted.c_str(),
-              known.empty() ? "it has none" : known.c_str());
+              manifest.presets.empty() ? "it has none" : names_of(manifest.presets).c_str());
+  });
+}
+
+dlm_status dlm_bundle_effort(const dlm_bundle* bundle, const char* level, char* message, size_t message_capacity,
+                             dlm_policy* policy) {
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(level, "level");
+    const dlm::Policies& efforts = bundle->manifest.efforts;
+    if (give_policy(efforts, level, policy)) return;
+    if (efforts.empty())
+      dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\": this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them", level);
+    dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\" is not one of %s", level, names_of(efforts).c_str());
   });
 }
 
@@ -532,7 +591,13 @@ int32_t dlm_automaton_shortest(const dlm_automaton* automaton) {
 }
 
 dlm_status dlm_session_constrain(dlm_session* session, const dlm_automaton* automaton) {
-  return guarded(session, [&] { session->constraint = automaton == nullptr ? nullptr : automaton->automaton; });
+  return dlm_session_constrain_from(session, automaton, 0);
+}
+
+dlm_status dlm_session_constrain_from(dlm_session* session, const dlm_automaton* automaton, int32_t given) {
+  return guarded(session, [&] {
+    session->constraint = dlm::constraint_of(automaton, given);
+  });
 }
 
 dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass, void* user) {
@@ -588,41 +653,24 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
         require(requests[i].tokens, "tokens");
         const dlm_policy* given = chosen.policy;
         if (chosen.policies != nullptr) require(given = chosen.policies[i], "policy");
-        const dlm::Policy policy = choose_policy(*session, given);
-        made.push_back(make_request(*session, policy, chosen, requests[i].tokens, requests[i].count, name));
+        const dlm::Policy policy = choose_policy(session->bundle, given);
+        made.push_back(
+            make_request(session->bundle, session->constraint, policy, chosen, requests[i].tokens, requests[i].count, name));
         check_capacity(requests[i].capacity, made.back().canvas().size());
       });
     }
-    const auto batches = group(made, static_cast<size_t>(max_batch));
-    for (const auto& batch : batches) dlm::check_batch(*session->bundle.engine, static_cast<int32_t>(batch.size()));
     begin(*session, chosen, request_count);
-    std::vector<std::vector<int32_t>> canvases(request_count);
-    std::vector<dlm::Outcome> outcomes(request_count);
-    dlm_stats sum{};
-    dlm_pass_counts counts{};
-    for (const auto& batch : batches) {
-      std::vector<dlm::Request> together;
-      for (const size_t number : batch) together.push_back(std::move(made[number]));
-      session->numbers = batch;
-      session->batch.emplace(session->bundle.manifest.denoiser, std::move(together));
-      while (!session->batch->done()) step(*session);
-      for (size_t i = 0; i < batch.size(); ++i) {
-        const dlm::Request& done = session->batch->requests()[i];
-        canvases[batch[i]] = done.canvas();
-        outcomes[batch[i]] = done.outcome();
-      }
-      add(sum, session->batch->stats());
-      add(counts, session->batch->counts());
-    }
-    session->batch.reset();
-    session->counts = counts;
+    Results results(request_count);
+    if (session->bundle.engine->takes_segments()) share_passes(*session, chosen, std::move(made), max_batch, results);
+    else go_in_lockstep(*session, std::move(made), max_batch, results);
+    session->counts = results.counts;
     for (size_t i = 0; i < request_count; ++i) {
-      std::memcpy(requests[i].tokens, canvases[i].data(), canvases[i].size() * sizeof(int32_t));
-      requests[i].length = canvases[i].size();
-      requests[i].nfe = outcomes[i].nfe;
+      std::memcpy(requests[i].tokens, results.canvases[i].data(), results.canvases[i].size() * sizeof(int32_t));
+      requests[i].length = results.canvases[i].size();
+      requests[i].nfe = results.outcomes[i].nfe;
     }
-    session->outcomes = std::move(outcomes);
-    if (stats != nullptr) *stats = sum;
+    session->outcomes = std::move(results.outcomes);
+    if (stats != nullptr) *stats = results.stats;
   });
 }
 
@@ -651,16 +699,7 @@ dlm_status dlm_session_result_sized(dlm_session* session, size_t request, dlm_re
     if (request >= session->outcomes.size())
       dlm::fail(DLM_INVALID_ARGUMENT, "request %zu has no result: %zu requests of this session have ended since one was started",
                 request, session->outcomes.size());
-    const dlm::Outcome& outcome = session->outcomes[request];
-    dlm_result found{};
-    found.finish = static_cast<int32_t>(outcome.finish);
-    found.nfe = outcome.nfe;
-    found.prompt_tokens = outcome.prompt_tokens;
-    found.completion_tokens = outcome.completion_tokens;
-    found.log_probs = outcome.log_probs.data();
-    found.undecided = outcome.undecided.data();
-    found.length = outcome.undecided.size();
-    dlm::give(found, struct_size, result);
+    dlm::give(dlm::result_of(session->outcomes[request]), struct_size, result);
   });
 }
 

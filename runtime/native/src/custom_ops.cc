@@ -21,6 +21,8 @@ namespace {
 constexpr int kUint8 = 2, kFloat8 = 17;  // ElementType of graph.h has those of ports
 constexpr size_t kMostWeights = 3;
 constexpr size_t kMostPorts = 9, kMostDims = 5;
+constexpr size_t kSegments = 8;        // which input of attention they are; a graph may leave it out
+constexpr int64_t kSegmentNumbers = 4;  // of each
 constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
 
 // A tensor of a pass.
@@ -60,6 +62,14 @@ class Call final : public Parallel {
     check(api_, api_.call<ort::GetTensorMutableData>(const_cast<OrtValue*>(value), &data), kWhere);
     tensor.data = static_cast<const Element*>(data);
     return tensor;
+  }
+
+  bool has_input(size_t index) const {
+    size_t count = 0;
+    check(api_, api_.call<ort::KernelContextGetInputCount>(context_, &count), kWhere);
+    const OrtValue* value = nullptr;
+    if (index < count) check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value), kWhere);
+    return value != nullptr;
   }
 
   template <class Element>
@@ -141,6 +151,7 @@ struct Definition {
   bool is_gated;
   void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
+  bool has_segments = false;
 };
 
 // The library's entry, first, and what it leads to.
@@ -321,6 +332,8 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto past_keys = call.input<uint8_t>(3), past_values = call.input<uint8_t>(4);  // whatever they are
   const auto positions = call.input<int64_t>(5);
   const auto cos = call.input<float>(6), sin = call.input<float>(7);
+  Tensor<const int64_t> segments{nullptr, {0, kSegmentNumbers}, 2};
+  if (call.has_input(kSegments)) segments = call.input<int64_t>(kSegments);
   CachedAttention pass{};
   pass.cache = kCache;
   pass.heads = node.heads;
@@ -337,13 +350,19 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX || pass.rotary_size < 2 ||
       pass.rotary_size > D || D > kLargestHeadSize || !q.is({B, T, H * D}) ||
       !k.is({B, T, G * D}) || !v.is({B, T, G * D}) || !past_keys.is({B, G, S, width}) ||
-      !past_values.is({B, G, S, width}) || !positions.is({B, T}))
+      !past_values.is({B, G, S, width}) || !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
     fail(DLM_BAD_BUNDLE, "the shapes of %lld heads on %lld do not fit each other", static_cast<long long>(H),
          static_cast<long long>(G));
   pass.q = q.data, pass.k = k.data, pass.v = v.data;
   pass.past_keys = past_keys.data, pass.past_values = past_values.data;
   pass.positions = positions.data;
   pass.cos = cos.data, pass.sin = sin.data;
+  static_assert(sizeof(Segment) == kSegmentNumbers * sizeof(int64_t));
+  pass.segments = reinterpret_cast<const Segment*>(segments.data);
+  pass.segment_count = segments.dims[0];
+  if (!pass.has_good_segments())
+    fail(DLM_BAD_BUNDLE, "%lld segments that are not %lld tokens over %lld cached rows", static_cast<long long>(segments.dims[0]),
+         static_cast<long long>(T), static_cast<long long>(S));
   if (!pass.is_in_table())
     fail(DLM_BAD_BUNDLE, "a position has no row among the tables' %lld", static_cast<long long>(pass.table_rows));
   pass.y = call.output<float>(0, {B, T, H * D});
@@ -422,7 +441,9 @@ ort::CustomOp make_entry() {
   entry.get_output_type = [](const ort::CustomOp* op, size_t i) { return op_of(op).is.outputs[i]; };
   entry.get_output_count = [](const ort::CustomOp* op) { return op_of(op).is.output_count; };
   entry.destroy_kernel = [](void* kernel) { delete static_cast<Node*>(kernel); };
-  entry.get_input_kind = [](const ort::CustomOp*, size_t) { return 0; };
+  entry.get_input_kind = [](const ort::CustomOp* op, size_t i) {
+    return op_of(op).is.has_segments && i == kSegments ? ort::kOptionalInput : 0;
+  };
   entry.get_output_kind = [](const ort::CustomOp*, size_t) { return 0; };
   entry.get_input_memory = [](const ort::CustomOp*, size_t) { return ort::kMemTypeDefault; };
   entry.get_variadic_input_minimum = [](const ort::CustomOp*) { return 1; };
@@ -438,6 +459,10 @@ ort::CustomOp make_entry() {
 
 constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8, C = kUint8, S = kFloat8;
 
+constexpr Definition attention(const char* name, int row, decltype(Definition::read) read, decltype(Definition::compute) compute) {
+  return {name, {F, F, F, row, row, L, F, F, L}, 9, {F, row, row}, 3, 0, false, read, compute, true};
+}
+
 constexpr Definition kDefinitions[] = {
     {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
     {"Int8Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_columns, compute_linear},
@@ -451,12 +476,12 @@ constexpr Definition kDefinitions[] = {
     {"Int8Experts", {F, L, F, C, F, C, F, C, F}, 9, {F}, 1, 3, false, read_experts, compute_experts<ExpertFormat::int8>},
     {"Int4Experts", {F, L, F, C, H, C, H, C, H}, 9, {F}, 1, 3, false, read_int4_experts, compute_experts<ExpertFormat::int4>},
     {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
-    {"CachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_heads, attend<CacheType::fp32>},
-    {"Fp16CachedAttention", {F, F, F, H, H, kInt64, F, F}, 8, {F, H, H}, 3, 0, false, read_heads, attend<CacheType::fp16>},
-    {"Int8CachedAttention", {F, F, F, I, I, kInt64, F, F}, 8, {F, I, I}, 3, 0, false, read_heads, attend<CacheType::int8>},
-    {"BlockCachedAttention", {F, F, F, F, F, kInt64, F, F}, 8, {F, F, F}, 3, 0, false, read_block, attend<CacheType::fp32>},
-    {"Fp16BlockCachedAttention", {F, F, F, H, H, kInt64, F, F}, 8, {F, H, H}, 3, 0, false, read_block, attend<CacheType::fp16>},
-    {"Int8BlockCachedAttention", {F, F, F, I, I, kInt64, F, F}, 8, {F, I, I}, 3, 0, false, read_block, attend<CacheType::int8>},
+    attention("CachedAttention", F, read_heads, attend<CacheType::fp32>),
+    attention("Fp16CachedAttention", H, read_heads, attend<CacheType::fp16>),
+    attention("Int8CachedAttention", I, read_heads, attend<CacheType::int8>),
+    attention("BlockCachedAttention", F, read_block, attend<CacheType::fp32>),
+    attention("Fp16BlockCachedAttention", H, read_block, attend<CacheType::fp16>),
+    attention("Int8BlockCachedAttention", I, read_block, attend<CacheType::int8>),
     {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
 };
 

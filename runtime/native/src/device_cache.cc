@@ -30,7 +30,7 @@ void DeviceCache::begin(const dlm_pass& pass, CacheUse use) {
 }
 
 void DeviceCache::end(const dlm_pass& pass, CacheUse use) {
-  if (use == CacheUse::none || use == CacheUse::read) return;
+  if (!keeps_rows(use)) return;
   const auto first = static_cast<int32_t>(pass.position_ids[0]);
   batch_ = pass.batch;
   written_ = hole_ = {first, first + pass.tokens};

@@ -42,12 +42,12 @@ class DeviceContext final : public Context {
       pass.past_keys = past_keys_.data();
       pass.past_values = past_values_.data();
     }
-    if (use != CacheUse::none && use != CacheUse::read) {
+    if (keeps_rows(use)) {
       pass.present_keys = present_keys_.data();
       pass.present_values = present_values_.data();
     }
     cache_.begin(pass, use);
-    engine_.run(pass);
+    engine_.run(pass, {});
     cache_.end(pass, use);
   }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dlm_runtime.h"
+#include "segment.h"
 
 namespace dlm {
 
@@ -40,6 +41,9 @@ enum class CacheUse {
   append    // over those of the positions [0, S), S being 0 or kept; the T new rows are kept behind them, all others forgotten
 };
 
+// Whether the new rows are kept.
+constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
+
 class Context {
  public:
   virtual ~Context() = default;
@@ -57,6 +61,8 @@ class Context {
   virtual uint64_t cache_bytes() const = 0;
 };
 
+class Arena;
+
 class Engine {
  public:
   virtual ~Engine() = default;
@@ -64,6 +70,12 @@ class Engine {
   // A context of this engine, which must outlive it; one thread at a time uses it. Of a cache that is appended to it never holds
   // room for more than `longest` rows, the denoiser's max_canvas_length.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
+
+  // Whether requests may share a pass as segments of one row of tokens. Where not, they go alone, or in lockstep.
+  virtual bool takes_segments() const { return false; }
+
+  // Keys and values, `rows` of them in all, of requests that do; it must not outlive the engine. NULL where they don't.
+  virtual std::unique_ptr<Arena> open_arena(int64_t rows);
 
   // One line for people: name, version, provider.
   virtual std::string description() const = 0;
@@ -85,9 +97,11 @@ class HostEngine : public Engine {
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
 
   std::unique_ptr<Context> open_context(int32_t longest) override;
+  std::unique_ptr<Arena> open_arena(int64_t rows) override;
 
-  // Runs a pass with all of dlm_pass set; called from one thread a context and from several contexts at once.
-  virtual void run(const dlm_pass& pass) = 0;
+  // Runs a pass with all of dlm_pass set; called from one thread a context and from several contexts at once. segments: of its
+  // tokens, B being 1 and S all rows that there are; none where the pass has no other requests than those of B.
+  virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
   const CacheShape& cache() const { return cache_; }
@@ -102,6 +116,7 @@ struct PortNames {
     std::string past_key, past_value, present_key, present_value;
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
+  std::string segments;  // "": the graph has none
   std::vector<Layer> layers;
 };
 

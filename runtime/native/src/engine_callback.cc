@@ -10,7 +10,7 @@ class Callback final : public HostEngine {
   Callback(dlm_pass_fn function, void* user, CacheShape cache)
       : HostEngine(std::move(cache)), function_(function), user_(user) {}
 
-  void run(const dlm_pass& pass) override {
+  void run(const dlm_pass& pass, const std::vector<Segment>&) override {
     const dlm_status status = function_(user_, &pass);
     if (status == DLM_OK) return;
     fail(status, "the pass callback returned %d (%s)", static_cast<int>(status), dlm_status_name(status));

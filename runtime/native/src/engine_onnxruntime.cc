@@ -126,7 +126,9 @@ class OnnxRuntime final : public HostEngine {
     verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>("input", ports_.inputs);
     verify_ports<ort::SessionGetOutputCount, ort::SessionGetOutputName, ort::SessionGetOutputTypeInfo>("output",
                                                                                                         ports_.outputs);
+    has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
+    input_names_.push_back(graph_.ports.segments.c_str());  // the last, as a pass may leave it out
   }
 
   std::string description() const override {
@@ -140,7 +142,10 @@ class OnnxRuntime final : public HostEngine {
     return device_ ? open_device_context(*this, *device_, cache(), longest) : HostEngine::open_context(longest);
   }
 
-  void run(const dlm_pass& pass) override {
+  // Without kernels the library would compute every request's scores over the rows of all.
+  bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
+
+  void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
     check_pass(pass);
     Lease lease(*this);
     // Keys and values are where the context is; all else is in host memory, to and from which the library copies by itself.
@@ -158,6 +163,11 @@ class OnnxRuntime final : public HostEngine {
       read(kFirstPast + 2 * i + 1, pass.past_values[i]);
       write(kFirstPresent + 2 * i, pass.present_keys != nullptr ? pass.present_keys[i] : nullptr);
       write(kFirstPresent + 2 * i + 1, pass.present_values != nullptr ? pass.present_values[i] : nullptr);
+    }
+    if (!segments.empty()) {
+      Port port = segments_port();
+      port.dims[0] = static_cast<int64_t>(segments.size());
+      lease.add_input(pass, port, segments.data(), host);
     }
     Scratch& scratch = *lease.scratch;
     OrtStatus* const reported = api().call<ort::Run>(
@@ -319,6 +329,19 @@ class OnnxRuntime final : public HostEngine {
   // Outputs that this runtime does not know are never asked for.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
+    ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
+      Port* const port = find_port(ports, name);
+      if (port != nullptr) return verify_port(kind, *port, info);
+      if (&ports == &ports_.inputs) {
+        refuse_port(path_, kind, name, "is not known to this runtime; the graph was written for a newer one?");
+      }
+    });
+    check_complete(path_, kind, ports);
+  }
+
+  // Calls visit(name, info) for each of the session's ports of a kind.
+  template <class GetCount, class GetName, class GetTypeInfo, class Visit>
+  void ports_of(Visit visit) {
     const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     OrtAllocator* allocator = nullptr;
     size_t count = 0;
@@ -329,16 +352,24 @@ class OnnxRuntime final : public HostEngine {
       ask(api().call<GetName>(session_.get(), i, allocator, &text));
       const std::string name = text;
       ask(api().call<ort::AllocatorFree>(allocator, static_cast<void*>(text)));
-      Port* const port = find_port(ports, name);
-      if (port == nullptr && &ports == &ports_.outputs) continue;
-      if (port == nullptr) {
-        refuse_port(path_, kind, name, "is not known to this runtime; the graph was written for a newer one?");
-      }
       Owned<OrtTypeInfo, ort::ReleaseTypeInfo> info(api());
       ask(api().call<GetTypeInfo>(session_.get(), i, info.out()));
-      verify_port(kind, *port, info.get());
+      visit(name, info.get());
     }
-    check_complete(path_, kind, ports);
+  }
+
+  static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
+
+  // Whether the graph has the input of that name, which is none that every pass must have. Throws as verify_ports.
+  bool find_segments() {
+    if (graph_.ports.segments.empty() || device_) return false;
+    std::vector<Port> ports = {segments_port(graph_.ports.segments)};
+    ports_of<ort::SessionGetOptionalInputCount, ort::SessionGetOptionalInputName, ort::SessionGetOptionalInputTypeInfo>(
+        [&](const std::string& name, const OrtTypeInfo* info) {
+          if (Port* const port = find_port(ports, name)) verify_port("input", *port, info);
+        });
+    check_complete(path_, "input", ports);
+    return true;
   }
 
   void verify_port(const char* kind, Port& port, const OrtTypeInfo* info) const {
@@ -385,6 +416,7 @@ class OnnxRuntime final : public HostEngine {
   std::string kernels_;  // whose they are
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
+  bool has_segments_ = false;
   std::vector<const char*> input_names_;
   std::mutex mutex_;  // of the two below
   std::vector<std::unique_ptr<Scratch>> idle_;

@@ -22,6 +22,17 @@ bool CachedAttention::is_in_table() const {
   return std::all_of(positions, positions + batch * tokens, [&](int64_t at) { return at >= 0 && at < table_rows; });
 }
 
+bool CachedAttention::has_good_segments() const {
+  if (segment_count == 0) return true;
+  int64_t next = 0;
+  for (const Segment* it = segments; it != segments + segment_count; ++it) {
+    if (it->start < 0 || it->cached < 0 || it->cached > cached || it->start > cached - it->cached) return false;
+    if (it->first != next || it->tokens < 1 || it->tokens > tokens - next) return false;
+    next += it->tokens;
+  }
+  return batch == 1 && next == tokens;
+}
+
 bool Experts::is_in_range() const {
   return std::all_of(chosen, chosen + rows * active, [&](int64_t expert) { return expert >= 0 && expert < count; });
 }

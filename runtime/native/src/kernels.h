@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "segment.h"
+
 namespace dlm {
 
 // Runs task(user, i) for every i below count, perhaps on several threads, and returns when all are done.
@@ -135,7 +137,8 @@ enum class CacheType { fp32, fp16, int8 };
 
 // Attention of the new tokens over cached and new rows; q, k and v are [B, T, heads, D], not yet turned by position, by which the
 // first rotary_size of D turn. Every query sees all cached rows, and of new ones all (visible_block 0) or those of blocks up to its
-// own of so many positions. Cached rows are attended to as they are stored, new ones as they were computed.
+// own of so many positions. Cached rows are attended to as they are stored, new ones as they were computed. Where there are segments,
+// B is 1, and a query sees the rows of its own alone.
 struct CachedAttention {
   CacheType cache;
   const float *q, *k, *v;               // [B, T, H, D], [B, T, Hkv, D] twice
@@ -143,6 +146,8 @@ struct CachedAttention {
   const int64_t* positions;              // [B, T]
   const float *cos, *sin;                // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block;
+  const Segment* segments;               // [segment_count], which make up the T tokens in order; none: each of B is one
+  int64_t segment_count;
   float* y;                               // [B, T, H, D]
   float *new_keys, *new_values;          // [B, Hkv, T, D]
   void *present_keys, *present_values;   // [B, Hkv, T] rows; those of an fp32 cache are new_keys and new_values
@@ -150,6 +155,13 @@ struct CachedAttention {
   int64_t row_bytes() const {
     return cache == CacheType::fp32 ? 4 * head_size : cache == CacheType::fp16 ? 2 * head_size : head_size + kRowScaleBytes;
   }
+
+  int64_t parts() const { return segment_count == 0 ? batch : segment_count; }
+  Segment part(int64_t i) const { return segment_count == 0 ? Segment{0, cached, 0, tokens} : segments[i]; }
+  int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
+
+  // Whether the segments are such, and lie in past. The kernel must not run otherwise.
+  bool has_good_segments() const;
 
   // The last position that a query at this one sees, of those that have a row of the tables.
   int32_t last_seen(int64_t position) const {

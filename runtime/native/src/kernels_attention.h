@@ -206,17 +206,31 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
   }
 }
 
+// What one request's tokens are to one head of keys and values.
+struct Part {
+  dlm::Segment segment;
+  int64_t batch, kv_head;
+
+  Part(const dlm::CachedAttention& a, int64_t number, int64_t head)
+      : segment(a.part(number)), batch(a.batch_of(number)), kv_head(head) {}
+
+  int64_t token(const dlm::CachedAttention& a, int64_t t) const { return batch * a.tokens + segment.first + t; }
+  // Of the new rows, and of the cached ones, in [B, Hkv, rows].
+  int64_t first_new(const dlm::CachedAttention& a) const { return (batch * a.kv_heads + kv_head) * a.tokens + segment.first; }
+  int64_t first_past(const dlm::CachedAttention& a) const { return (batch * a.kv_heads + kv_head) * a.cached + segment.start; }
+};
+
 // The new keys and values of one head in the cache's layout, as computed and as stored.
-inline void keep_new_rows(const dlm::CachedAttention& a, int64_t b, int64_t kv_head) {
-  const int64_t D = a.head_size, T = a.tokens, cache = b * a.kv_heads + kv_head;
-  float *const keys = a.new_keys + cache * T * D, *const values = a.new_values + cache * T * D;
+inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
+  const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
+  float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
   for (int64_t t = 0; t < T; ++t) {
-    const int64_t from = ((b * T + t) * a.kv_heads + kv_head) * D;
-    turn(a, a.k + from, a.positions[b * T + t], keys + t * D);
+    const int64_t token = part.token(a, t), from = (token * a.kv_heads + part.kv_head) * D;
+    turn(a, a.k + from, a.positions[token], keys + t * D);
     __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
   }
   if (a.cache == dlm::CacheType::fp32) return;
-  const int64_t offset = cache * T * a.row_bytes();
+  const int64_t offset = row * a.row_bytes();
   auto *const stored_keys = static_cast<uint8_t*>(a.present_keys) + offset;
   auto *const stored_values = static_cast<uint8_t*>(a.present_values) + offset;
   if (a.cache == dlm::CacheType::fp16) store_rows<Fp16Rows>(keys, values, T, D, stored_keys, stored_values);
@@ -225,8 +239,8 @@ inline void keep_new_rows(const dlm::CachedAttention& a, int64_t b, int64_t kv_h
 
 // The cached keys and values of one head.
 template <class Attending>
-void add_past(const dlm::CachedAttention& a, int64_t cache, Attending& softmax) {
-  const int64_t S = a.cached, offset = cache * S * a.row_bytes();
+void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softmax) {
+  const int64_t S = part.segment.cached, offset = part.first_past(a) * a.row_bytes();
   const uint8_t *const keys = static_cast<const uint8_t*>(a.past_keys) + offset;
   const uint8_t *const values = static_cast<const uint8_t*>(a.past_values) + offset;
   switch (a.cache) {
@@ -241,44 +255,58 @@ void add_past(const dlm::CachedAttention& a, int64_t cache, Attending& softmax) 
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
-  const int64_t D = a.head_size, T = a.tokens, group = a.heads / a.kv_heads;
-  const int64_t queries = T * group, tiles = (queries + kQueries - 1) / kQueries, caches = a.batch * a.kv_heads;
-  if (tiles > 1) {  // whose tasks all read the new rows
-    parallel.each(static_cast<size_t>(caches), [&](size_t i) {
-      keep_new_rows(a, static_cast<int64_t>(i) / a.kv_heads, static_cast<int64_t>(i) % a.kv_heads);
+  const int64_t D = a.head_size, group = a.heads / a.kv_heads, parts = a.parts();
+  const auto tiles_of = [&](int64_t number) { return (a.part(number).tokens * group + kQueries - 1) / kQueries; };
+  int64_t tiles = 0, most = 0;
+  for (int64_t number = 0; number < parts; ++number) {
+    tiles += tiles_of(number);
+    most = tiles_of(number) > most ? tiles_of(number) : most;
+  }
+  if (most > 1) {  // whose tasks all read the new rows
+    parallel.each(static_cast<size_t>(parts * a.kv_heads), [&](size_t i) {
+      const int64_t number = static_cast<int64_t>(i) / a.kv_heads;
+      if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, static_cast<int64_t>(i) % a.kv_heads));
     });
   }
   // Scores are powers of two: the scale of the exponential goes into the queries.
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
-  parallel.each(static_cast<size_t>(caches * tiles), [&](size_t i) {
-    const int64_t cache = static_cast<int64_t>(i) / tiles, b = cache / a.kv_heads, kv_head = cache % a.kv_heads;
-    const int64_t first = static_cast<int64_t>(i) % tiles * kQueries, last = least(first + kQueries, queries);
-    if (tiles == 1) keep_new_rows(a, b, kv_head);
+  parallel.each(static_cast<size_t>(tiles * a.kv_heads), [&](size_t i) {
+    // The tiles of a head of a request follow each other.
+    int64_t number = 0, at = static_cast<int64_t>(i);
+    for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
+    const int64_t own = tiles_of(number);
+    const Part part(a, number, at / own);
+    const int64_t queries = part.segment.tokens * group;
+    const int64_t first = at % own * kQueries, last = least(first + kQueries, queries);
+    if (own == 1) keep_new_rows(a, part);
     const auto offset = [&](int64_t query) {  // of its row in q and y
-      return ((b * T + query / group) * a.heads + kv_head * group + query % group) * D;
+      return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
     Softmax<kVectors> softmax(D);
     alignas(64) float row[dlm::kLargestHeadSize];
     int32_t last_seen[kQueries];
     for (int64_t lane = 0; lane < kQueries; ++lane) {
       const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
-      const int64_t position = a.positions[b * T + query / group];
+      const int64_t position = a.positions[part.token(a, query / group)];
       turn(a, a.q + offset(query), position, row);
       softmax.set_query(lane, row, scale);
       if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
     }
     if (a.visible_block != 0) softmax.set_last_seen(last_seen);
-    add_past(a, cache, softmax);
-    const float *const keys = a.new_keys + cache * T * D, *const values = a.new_values + cache * T * D;
-    if (a.visible_block != 0) softmax.add_seen(keys, values, a.positions + b * T, T);
+    add_past(a, part, softmax);
+    const int64_t T = part.segment.tokens, new_row = part.first_new(a) * D;
+    const float *const keys = a.new_keys + new_row, *const values = a.new_values + new_row;
+    if (a.visible_block != 0) softmax.add_seen(keys, values, a.positions + part.token(a, 0), T);
     else softmax.add(keys, values, T);
     for (int64_t query = first; query < last; ++query) softmax.get_result(query - first, a.y + offset(query));
   });
 }
 
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+  int64_t most = 0;
+  for (int64_t number = 0; number < a.parts(); ++number) most = a.part(number).tokens > most ? a.part(number).tokens : most;
   // A few queries do not fill the lanes: then one vector of them is enough.
-  if (a.tokens * (a.heads / a.kv_heads) <= kLanes)
+  if (most * (a.heads / a.kv_heads) <= kLanes)
     attend<1>(a, parallel);
   else
     attend<simd::kQueryVectors>(a, parallel);

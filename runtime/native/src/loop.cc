@@ -1,28 +1,12 @@
 #include "loop.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <limits>
 
 #include "error.h"
 
 namespace dlm {
-namespace {
-
-class Stopwatch {
- public:
-  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
-  ~Stopwatch() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  double& seconds_;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
-}  // namespace
 
 dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first, int32_t last, Buffers& buffers) {
   buffers.input_ids.clear();
@@ -47,6 +31,23 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, Buffers& buffers) 
   pass.score_rows = buffers.score_rows.data();
   pass.top_tokens = buffers.top_tokens.data();
   pass.top_probs = buffers.top_probs.data();
+}
+
+void prepare_needs(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers) {
+  const size_t scored = buffers.score_rows.size();
+  if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
+  if (needs.logits) buffers.logits.resize(scored * static_cast<size_t>(denoiser.vocab_size)), pass.logits = buffers.logits.data();
+}
+
+Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass, size_t first, size_t apart,
+                           Buffers& buffers) {
+  const size_t candidate = first * static_cast<size_t>(denoiser.top_k);
+  const auto width = static_cast<size_t>(denoiser.vocab_size);
+  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
+                          pass.entropy == nullptr ? nullptr : pass.entropy + first,
+                          pass.logits == nullptr ? nullptr : pass.logits + first * width};
+  if (request.guidance() == 0 || request.positions().empty()) return found;
+  return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width, request.positions().size());
 }
 
 void check_batch(const Engine& engine, int32_t batch) {
@@ -290,9 +291,11 @@ void Request::take(int32_t position, int32_t token, double log_prob) {
 
 void Request::end(Finish why) {
   if (done()) return;
+  std::vector<int32_t> guess = guess_;
+  proposer_->complete(canvas_, undecided_, guess);
   for (size_t at = 0; at < canvas_.size(); ++at) {
     if (undecided_[at] == 0) continue;
-    if (guess_[at] >= 0) canvas_[at] = guess_[at];
+    if (guess[at] >= 0) canvas_[at] = guess[at];
     else if (!denoiser_.eos_token_ids.empty()) canvas_[at] = denoiser_.eos_token_ids.front();
   }
   finish_ = why;
@@ -328,7 +331,7 @@ void Request::settle() {
   while (!done()) {
     const Stage& now = stage();
     scaffold(now.block);
-    const bool is_stored = now.use != CacheUse::none && now.use != CacheUse::read;
+    const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
     // A pass that opens a block or a sub-block is for that alone, unless the next one's reaches back no farther than to it.
     const bool is_idle = !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
@@ -386,19 +389,10 @@ void Batch::step(Context& context, Buffers& buffers) {
   const dlm_pass pass = run_pass(parts, context, buffers);
   const Stopwatch timer(stats_.selection_s);
   for (const Part& part : parts)
-    with_name(part.request->name(), [&] { part.request->step(predictions(part, pass, buffers), buffers); });
-}
-
-// What the pass says to a part.
-Predictions Batch::predictions(const Part& part, const dlm_pass& pass, Buffers& buffers) const {
-  const size_t first = part.row * static_cast<size_t>(pass.rows), candidate = first * static_cast<size_t>(denoiser_.top_k);
-  const auto width = static_cast<size_t>(denoiser_.vocab_size);
-  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
-                          pass.entropy == nullptr ? nullptr : pass.entropy + first,
-                          pass.logits == nullptr ? nullptr : pass.logits + first * width};
-  if (part.request->guidance() == 0 || part.request->positions().empty()) return found;
-  const float* const unconditional = found.logits + static_cast<size_t>(pass.rows) * width;
-  return buffers.guided.guide(denoiser_, part.request->guidance(), found, unconditional, part.request->positions().size());
+    with_name(part.request->name(), [&] {
+      const size_t first = part.row * static_cast<size_t>(pass.rows);
+      part.request->step(predictions_of(denoiser_, *part.request, pass, first, static_cast<size_t>(pass.rows), buffers), buffers);
+    });
 }
 
 // Who takes part in the next pass, all of them over the same range.
@@ -448,10 +442,8 @@ dlm_pass Batch::run_pass(const std::vector<Part>& parts, Context& context, Buffe
     if (part.request->guidance() > 0) std::copy(own, row, own + most);
   }
   prepare_scores(denoiser_, pass, buffers);
-  const size_t scored = buffers.score_rows.size();
-  if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
-  if (needs.logits) buffers.logits.resize(scored * static_cast<size_t>(denoiser_.vocab_size)), pass.logits = buffers.logits.data();
-  const bool is_stored = stage.use != CacheUse::none && stage.use != CacheUse::read;
+  prepare_needs(denoiser_, pass, needs, buffers);
+  const bool is_stored = keeps_rows(stage.use);
   if (pass.cached > 0 && !(kept_ == rows)) {
     const Stopwatch timer(stats_.cache_s);
     context.keep_outside(rows.first, rows.last);

@@ -1,6 +1,7 @@
 // The unmasking loop: requests' canvases, the stages of their plans, one pass and its commits a step.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -91,7 +92,7 @@ class Request {
   void step(const Predictions& predictions, Buffers& buffers);
 
   // Ends a request before all is decided; nothing once it is done. What is undecided takes what the last pass proposed there, and
-  // an end token where that scored nothing; it stays undecided.
+  // where that scored nothing what its proposer completes it by, or an end token; it stays undecided.
   void end(Finish why);
   Outcome outcome() const;
 
@@ -165,7 +166,6 @@ class Batch {
 
   std::vector<Part> find_parts();
   dlm_pass run_pass(const std::vector<Part>& parts, Context& context, Buffers& buffers);
-  Predictions predictions(const Part& part, const dlm_pass& pass, Buffers& buffers) const;
 
   const Denoiser& denoiser_;
   std::vector<Request> requests_;
@@ -187,6 +187,26 @@ void with_name(const std::string& name, Body body) {
     throw Error(error.status(), name + error.what());
   }
 }
+
+// Gives the pass room for what is needed of its scored rows, beside their candidates.
+void prepare_needs(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
+
+// What the pass says to a request whose scored rows start at row `first`, guidance's `apart` rows behind them.
+Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass, size_t first, size_t apart,
+                           Buffers& buffers);
+
+// Measures the time that it lives.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 // Fills the pass's inputs for positions [first, last) of the canvases; scored rows and outputs are left unset.
 dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first, int32_t last, Buffers& buffers);

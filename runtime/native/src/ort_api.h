@@ -50,6 +50,7 @@ constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
 constexpr int kDeviceAllocator = 0;  // OrtAllocatorType
 constexpr int kMemTypeDefault = 0;   // OrtMemType
+constexpr int kOptionalInput = 1;    // OrtCustomOpInputOutputCharacteristic
 
 template <size_t kSlot, class Function>
 struct Entry {
@@ -81,10 +82,13 @@ using CustomOpDomainAdd = Entry<27, OrtStatus*(OrtCustomOpDomain*, const CustomO
 using AddCustomOpDomain = Entry<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using SessionGetInputCount = Entry<30, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetOutputCount = Entry<31, OrtStatus*(const OrtSession*, size_t*)>;
+using SessionGetOptionalInputCount = Entry<32, OrtStatus*(const OrtSession*, size_t*)>;  // of the "overridable initializers"
 using SessionGetInputTypeInfo = Entry<33, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
 using SessionGetOutputTypeInfo = Entry<34, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
+using SessionGetOptionalInputTypeInfo = Entry<35, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
 using SessionGetInputName = Entry<36, OrtStatus*(const OrtSession*, size_t index, OrtAllocator*, char**)>;
 using SessionGetOutputName = Entry<37, OrtStatus*(const OrtSession*, size_t index, OrtAllocator*, char**)>;
+using SessionGetOptionalInputName = Entry<38, OrtStatus*(const OrtSession*, size_t index, OrtAllocator*, char**)>;
 using CreateTensorWithDataAsOrtValue = Entry<49, OrtStatus*(const OrtMemoryInfo*, void* data, size_t bytes,
                                                             const int64_t* shape, size_t rank, int type, OrtValue**)>;
 using GetTensorMutableData = Entry<51, OrtStatus*(OrtValue*, void**)>;
@@ -99,6 +103,7 @@ using AllocatorAlloc = Entry<75, OrtStatus*(OrtAllocator*, size_t, void**)>;
 using AllocatorFree = Entry<76, OrtStatus*(OrtAllocator*, void*)>;
 using GetAllocatorWithDefaultOptions = Entry<78, OrtStatus*(OrtAllocator**)>;
 using KernelInfoGetAttributeInt64 = Entry<86, OrtStatus*(const OrtKernelInfo*, const char* name, int64_t*)>;
+using KernelContextGetInputCount = Entry<88, OrtStatus*(const OrtKernelContext*, size_t*)>;
 using KernelContextGetInput = Entry<90, OrtStatus*(const OrtKernelContext*, size_t index, const OrtValue**)>;
 using KernelContextGetOutput = Entry<91, OrtStatus*(OrtKernelContext*, size_t index, const int64_t* shape, size_t rank,
                                                     OrtValue**)>;

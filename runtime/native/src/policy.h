@@ -31,7 +31,7 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
 
 enum class Stop { eos, none };
 enum class Store { pass, reuse };
-enum class ScoreOf { prediction, draw };
+enum class ScoreOf { prediction, draw, marginal };
 
 // How callers spell a value of an enum.
 template <class Enum>
@@ -87,7 +87,7 @@ struct Choices<Store> {
 };
 template <>
 struct Choices<ScoreOf> {
-  static constexpr Choice<ScoreOf> all[] = {{"prediction", ScoreOf::prediction}, {"draw", ScoreOf::draw}};
+  static constexpr Choice<ScoreOf> all[] = {{"prediction", ScoreOf::prediction}, {"draw", ScoreOf::draw}, {"marginal", ScoreOf::marginal}};
 };
 
 // Every field of a policy in the order of dlm_policy, which this table must cover (policy.cc asserts it). From it follow the

@@ -37,11 +37,11 @@ class Sampled final : public Proposer {
       : denoiser_(denoiser),
         policy_(policy),
         best_(denoiser, policy),
-        sampling_{policy.temperature, policy.top_p, policy.top_k, policy.seed} {}
+        sampling_{policy.temperature, policy.top_p, policy.top_k} {}
 
   Needs needs(const Turn& turn) const override {
     if (turn.is_editing) return best_.needs(turn);
-    return {policy_.score == Score::entropy && policy_.score_of == ScoreOf::prediction, true};
+    return {policy_.score == Score::entropy && policy_.score_of != ScoreOf::draw, true};
   }
 
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
@@ -49,8 +49,8 @@ class Sampled final : public Proposer {
     const auto top_k = static_cast<size_t>(denoiser_.top_k), width = static_cast<size_t>(denoiser_.vocab_size);
     for (size_t row = 0; row < turn.positions.size(); ++row) {
       const float* const logits = predictions.logits + row * width;
-      const Place place{static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(turn.positions[row])};
-      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id, sampling_, place,
+      const DrawKey key{policy_.seed, static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(turn.positions[row])};
+      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id, sampling_, key,
                                       policy_.score == Score::entropy && policy_.score_of == ScoreOf::draw);
       proposals.tokens[row] = draw.token;
       proposals.probs[row] = prob_of(draw.token, logits, predictions.tokens[row * top_k], predictions.probs[row * top_k]);
@@ -60,7 +60,7 @@ class Sampled final : public Proposer {
 
  private:
   double score(const Turn& turn, const Predictions& predictions, size_t row, double prob, const Draw& draw) const {
-    if (policy_.score_of == ScoreOf::prediction || policy_.score == Score::random)
+    if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random)
       return score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
     return policy_.score == Score::entropy ? draw.entropy : policy_.score == Score::margin ? draw.margin : draw.prob;
   }
@@ -79,6 +79,8 @@ void Proposer::limit(const Turn&, const Proposals&, std::vector<int32_t>&) const
 void Proposer::scaffold(const std::vector<int32_t>&, const std::vector<uint8_t>&, Range, std::vector<Certain>&) {}
 
 bool Proposer::is_whole() const { return false; }
+
+void Proposer::complete(const std::vector<int32_t>&, const std::vector<uint8_t>&, std::vector<int32_t>&) {}
 
 void Proposer::note(int32_t, int32_t) {}
 

@@ -78,6 +78,10 @@ class Proposer {
   // Whether the text is whole once all is decided, though there was no room for an end token.
   virtual bool is_whole() const;
 
+  // Of a request that ends before all is decided: adds to `guess`, which holds what its last pass proposed for undecided positions and
+  // -1 elsewhere, what the others take. Where -1 stays, an end token does.
+  virtual void complete(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided, std::vector<int32_t>& guess);
+
   // Told of every token that the request takes: certain, committed, changed by an edit, or written behind an end token.
   virtual void note(int32_t position, int32_t token);
 };

@@ -1,17 +1,12 @@
 #include "sampling.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <limits>
 
 #include "random.h"
 
 namespace dlm {
 namespace {
-
-// A token whose tempered logit is farther behind the best one's cannot win: noise spans less, from -ln(53 ln 2) to 53 ln 2.
-constexpr double kFarthest = 42;
 
 // A row's logits, tempered and counted from the best one's.
 struct Tempered {
@@ -24,46 +19,30 @@ struct Tempered {
   }
 };
 
-// The token whose noise and logit are the largest together, of those that it is shown.
-class Winner {
- public:
-  Winner(const Tempered& tempered, uint64_t seed, Place place) : tempered_(tempered), seed_(seed), place_(place) {}
-
-  // weight: the exponential of the token's tempered logit, above 0.
-  void see(int32_t token, double weight) {
-    const double u = uniform(token);
-    // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm; the slack is for rounding.
-    if (1 - u > weight * scale_) return;
-    const double value = tempered_(token) - std::log(-std::log(u));
-    if (value < best_ || (value == best_ && token > token_)) return;
-    best_ = value;
-    token_ = token;
-    scale_ = std::exp(-best_) * (1 + 1e-9);
-  }
-  int32_t token() const { return token_; }
-
- private:
-  // Two tokens share a block of random words.
-  double uniform(int32_t token) {
-    if (token / 2 != pair_) {
-      pair_ = token / 2;
-      words_ = philox(seed_, {place_.step, place_.position, static_cast<uint32_t>(pair_), kDraws});
-    }
-    return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
-  }
-
-  const Tempered& tempered_;
-  const uint64_t seed_;
-  const Place place_;
-  std::array<uint32_t, 4> words_{};
-  int32_t pair_ = -1, token_ = 0;
-  double best_ = -std::numeric_limits<double>::infinity(), scale_ = std::numeric_limits<double>::infinity();
-};
-
 }  // namespace
 
-Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, Place place,
-                   bool with_entropy) {
+void Winner::see(int32_t token, double log_weight, double weight) {
+  const double u = uniform(token);
+  // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm; the slack is for rounding.
+  if (1 - u > weight * scale_) return;
+  const double value = log_weight - std::log(-std::log(u));
+  if (value < best_ || (value == best_ && token > token_)) return;
+  best_ = value;
+  token_ = token;
+  scale_ = std::exp(-best_) * (1 + 1e-9);
+}
+
+// Two tokens share a block of random words.
+double Winner::uniform(int32_t token) {
+  if (token / 2 != pair_) {
+    pair_ = token / 2;
+    words_ = philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair_), kDraws});
+  }
+  return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
+}
+
+// Fills weights_ and total_, which is not finite where a logit is none; returns the best token.
+int32_t Sampler::temper(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling) {
   Tempered tempered{logits, left_out == 0 ? 1 : 0, sampling.temperature};
   for (int32_t token = tempered.best; token < vocab_size; ++token)
     if (logits[token] > logits[tempered.best] && token != left_out) tempered.best = token;
@@ -75,11 +54,27 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, co
     weights_[static_cast<size_t>(token)] = weight;
     total += weight;
   }
-  if (!std::isfinite(total)) return {tempered.best, total, total, total};
+  total_ = total;
+  return tempered.best;
+}
+
+Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling) {
+  const int32_t best = temper(logits, vocab_size, left_out, sampling);
+  cut(logits, sampling, total_);
+  Cut last{logits[best], best};
+  for (const int32_t token : kept_)
+    if (!last.keeps(logits[token], token)) last = {logits[token], token};
+  return last;
+}
+
+Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key,
+                   bool with_entropy) {
+  const Tempered tempered{logits, temper(logits, vocab_size, left_out, sampling), sampling.temperature};
+  if (!std::isfinite(total_)) return {tempered.best, total_, total_, total_};
   kept_.clear();
-  if (sampling.top_k > 0 || sampling.top_p < 1) cut(logits, sampling, total);
-  Winner winner(tempered, sampling.seed, place);
-  winner.see(tempered.best, 1);
+  if (sampling.top_k > 0 || sampling.top_p < 1) cut(logits, sampling, total_);
+  Winner winner(key);
+  winner.see(tempered.best, 0, 1);
   double sum = 1, second = 0, product = 0;
   const auto take = [&](int32_t token) {
     const double weight = weights_[static_cast<size_t>(token)];
@@ -87,7 +82,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, co
     sum += weight;
     second = std::max(second, weight);
     if (with_entropy) product += weight * tempered(token);
-    winner.see(token, weight);
+    winner.see(token, tempered(token), weight);
   };
   if (kept_.empty())
     for (int32_t token = 0; token < vocab_size; ++token) take(token);
@@ -99,6 +94,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, co
 
 // Finds what is kept in linear time, by halving the part in which the cut must lie.
 void Sampler::cut(const float* logits, const Sampling& sampling, double total) {
+  kept_.clear();
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0) kept_.push_back(static_cast<int32_t>(token));
   const auto is_before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };

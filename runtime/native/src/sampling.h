@@ -5,8 +5,10 @@
 // engine, with any number of threads and in any batch, and a change of the logits changes few of them.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace dlm {
@@ -16,12 +18,41 @@ namespace dlm {
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
-  uint64_t seed;
 };
 
-// The draw's place in the random numbers: one a request, a pass and a position of the canvas.
-struct Place {
+// Whose the random numbers of a draw are: one a request, a pass and a position of the canvas.
+struct DrawKey {
+  uint64_t seed;
   uint32_t step, position;
+};
+
+// A token whose tempered logit is farther behind the best one's cannot win: noise spans less, from -ln(53 ln 2) to 53 ln 2.
+constexpr double kFarthest = 42;
+
+// The token whose noise and log weight are the largest together, of those that it is shown, one at least.
+class Winner {
+ public:
+  explicit Winner(const DrawKey& key) : key_(key) {}
+
+  // weight: the exponential of the token's log weight, above 0 unless it cannot win.
+  void see(int32_t token, double log_weight, double weight);
+  int32_t token() const { return token_; }
+
+ private:
+  double uniform(int32_t token);
+
+  const DrawKey key_;
+  std::array<uint32_t, 4> words_{};
+  int32_t pair_ = -1, token_ = 0;
+  double best_ = -std::numeric_limits<double>::infinity(), scale_ = std::numeric_limits<double>::infinity();
+};
+
+// The last token that is drawn from, by descending logits and then by ids.
+struct Cut {
+  float logit;
+  int32_t token;
+
+  bool keeps(float other_logit, int32_t other) const { return other_logit > logit || (other_logit == logit && other <= token); }
 };
 
 // A draw, and the distribution that it is from. Not finite where a logit is none.
@@ -35,12 +66,18 @@ struct Draw {
 class Sampler {
  public:
   // The draw's entropy is of no meaning without `with_entropy`.
-  Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, Place place, bool with_entropy);
+  Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key,
+            bool with_entropy);
+
+  // Where top_k and top_p cut such a row.
+  Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
+  int32_t temper(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
   void cut(const float* logits, const Sampling& sampling, double total);
 
   std::vector<double> weights_;  // [V], exp((l - best) / T)
+  double total_ = 0;             // of these
   std::vector<int32_t> kept_;    // the tokens that are drawn from; unused where nothing is cut
 };
 

@@ -3,17 +3,21 @@
 // Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N failed"; the exit status is 1 if
 // one failed.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "automaton.h"
+#include "dlm_runtime.h"
 #include "error.h"
 #include "sha256.h"
+#include "texts.h"
 #include "viterbi.h"
 
 namespace {
@@ -126,7 +130,11 @@ void test_files(std::mt19937& random) {
         dlm::Viterbi viterbi(found);
         std::vector<int32_t> tokens;
         const std::vector<dlm::Place> places(3);
-        viterbi.solve(0, places, viterbi.reaching({}, 0), tokens);
+        const std::vector<uint8_t> ends = viterbi.ways().reaching({}, 0);
+        viterbi.solve(0, places, ends, tokens);
+        dlm::Texts texts(found, found.vocab_size);
+        std::vector<dlm::Marginal> marginals;
+        if (texts.sum(0, places, ends, {1, 1, 0})) texts.draw({7, 0, 0}, tokens), texts.find_marginals(tokens, true, marginals);
         for (int32_t token = 0; token < found.vocab_size; ++token) CHECK(found.next(0, token) < found.states);
       } catch (const dlm::Error& error) {
         CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
@@ -135,70 +143,294 @@ void test_files(std::mt19937& random) {
   }
 }
 
+// Places of an automaton with rows of logits, and where its texts may start and end.
+struct Problem {
+  dlm::Automaton automaton;
+  std::vector<std::vector<float>> logits;
+  std::vector<dlm::Place> places;
+  int32_t room, start;
+};
+
+// Whole numbers as logits: many texts are equally likely.
+Problem random_problem(std::mt19937& random) {
+  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  Problem problem{read(signed_file(content(random_automaton(random)))), {}, {}, draw(0, 3), 0};
+  problem.start = draw(0, problem.automaton.states - 1);
+  const auto length = static_cast<size_t>(draw(1, 4));
+  problem.logits.resize(length), problem.places.resize(length);
+  for (size_t i = 0; i < length; ++i) {
+    std::vector<float>& logits = problem.logits[i];
+    for (int32_t token = 0; token < problem.automaton.vocab_size; ++token) logits.push_back(static_cast<float>(draw(-3, 3)));
+    const int32_t kind = draw(0, 4), best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    dlm::Place& place = problem.places[i];
+    if (kind < 3) place.logits = logits.data(), place.best = best;
+    if (kind == 1 || kind == 3) place.token = draw(0, problem.automaton.vocab_size - 1);
+    if (kind == 1) place.other = best;
+    if (kind == 4) place.best = draw(0, problem.automaton.vocab_size - 1);
+  }
+  return problem;
+}
+
 // What may stand at a place, and what it weighs.
 bool weighs(const dlm::Place& place, int32_t token, double& weight) {
-  weight = place.logits == nullptr ? 0.0 : static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best]);
+  if (place.logits != nullptr) weight = static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best]);
+  else weight = place.best < 0 || token == place.best ? 0 : -1;
   return place.token < 0 || token == place.token || token == place.other;
 }
 
-void test_most_likely_text(std::mt19937& random) {
-  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
-  for (int32_t round = 0; round < 2000; ++round) {
-    const dlm::Automaton automaton = read(signed_file(content(random_automaton(random))));
-    dlm::Viterbi viterbi(automaton);
-    const auto length = static_cast<size_t>(draw(1, 4));
-    const int32_t room = draw(0, 3), start = draw(0, automaton.states - 1);
-    std::vector<std::vector<float>> logits(length);
-    std::vector<dlm::Place> places(length);
-    for (size_t i = 0; i < length; ++i) {
-      // Whole numbers: many texts are equally likely.
-      for (int32_t token = 0; token < automaton.vocab_size; ++token) logits[i].push_back(static_cast<float>(draw(-3, 3)));
-      const int32_t kind = draw(0, 3);
-      if (kind < 3) {
-        places[i].logits = logits[i].data();
-        places[i].best = static_cast<int32_t>(std::max_element(logits[i].begin(), logits[i].end()) - logits[i].begin());
-      }
-      if (kind > 1) places[i].token = draw(0, automaton.vocab_size - 1);
-      if (kind == 2) places[i].other = places[i].best;
+// Calls see(text) for each text of the problem that ends where it may, in the order of their tokens.
+void each_text(const Problem& problem, const std::vector<uint8_t>& ends, const std::function<void(const std::vector<int32_t>&)>& see) {
+  std::vector<int32_t> text;
+  const std::function<void(int32_t)> extend = [&](int32_t state) {
+    if (text.size() == problem.places.size()) {
+      if (ends[static_cast<size_t>(state)] != 0) see(text);
+      return;
     }
-    const std::vector<uint8_t> ends = viterbi.reaching({}, room);
+    const dlm::Place& place = problem.places[text.size()];
+    for (int32_t token = 0; token < problem.automaton.vocab_size; ++token) {
+      double weight = 0;
+      const int32_t to = problem.automaton.next(state, token);
+      if (to < 0 || !weighs(place, token, weight)) continue;
+      text.push_back(token);
+      extend(to);
+      text.pop_back();
+    }
+  };
+  extend(problem.start);
+}
+
+void test_most_likely_text(std::mt19937& random) {
+  for (int32_t round = 0; round < 2000; ++round) {
+    const Problem problem = random_problem(random);
+    const dlm::Automaton& automaton = problem.automaton;
+    const std::vector<dlm::Place>& places = problem.places;
+    const size_t length = places.size();
+    dlm::Viterbi viterbi(automaton);
+    const std::vector<uint8_t> ends = viterbi.ways().reaching({}, problem.room);
     for (int32_t state = 0; state < automaton.states; ++state)
-      CHECK((ends[static_cast<size_t>(state)] != 0) == (automaton.distances[static_cast<size_t>(state)] <= room));
-    // All texts, in the order of their tokens: the first one of the best weight wins.
+      CHECK((ends[static_cast<size_t>(state)] != 0) == (automaton.distances[static_cast<size_t>(state)] <= problem.room));
     std::vector<std::vector<int32_t>> seen(length);  // the classes at each place
     double best = -std::numeric_limits<double>::infinity();
-    std::vector<int32_t> text, winner;
-    const std::function<void(int32_t, size_t)> extend = [&](int32_t state, size_t i) {
-      if (i == length) {
-        double sum = 0, weight = 0;
-        for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
-        if (ends[static_cast<size_t>(state)] == 0) return;
-        if (sum > best) best = sum, winner = text;
-        for (size_t k = 0; k < length; ++k) seen[k].push_back(automaton.token_class[static_cast<size_t>(text[k])]);
-        return;
-      }
-      for (int32_t token = 0; token < automaton.vocab_size; ++token) {
-        double weight = 0;
-        const int32_t to = automaton.next(state, token);
-        if (to < 0 || !weighs(places[i], token, weight)) continue;
-        text.push_back(token);
-        extend(to, i + 1);
-        text.pop_back();
-      }
-    };
-    extend(start, 0);
+    std::vector<int32_t> winner;  // the first one of the best weight
+    each_text(problem, ends, [&](const std::vector<int32_t>& text) {
+      double sum = 0, weight = 0;
+      for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
+      if (sum > best) best = sum, winner = text;
+      for (size_t k = 0; k < length; ++k) seen[k].push_back(automaton.token_class[static_cast<size_t>(text[k])]);
+    });
     std::vector<int32_t> found;
-    const bool has_text = viterbi.solve(start, places, ends, found);
+    const bool has_text = viterbi.solve(problem.start, places, ends, found);
     CHECK(has_text == !winner.empty());
     if (has_text) CHECK(found == winner);
-    viterbi.find_only(start, places, ends, found);
+    viterbi.find_only(problem.start, places, ends, found);
     for (size_t k = 0; has_text && k < length; ++k)
       if (places[k].token < 0) {
         const bool is_one = std::count(seen[k].begin(), seen[k].end(), seen[k][0]) == static_cast<ptrdiff_t>(seen[k].size());
         CHECK(found[k] == (is_one ? seen[k][0] : -1));
       }
-    CHECK((viterbi.reaching(places, room)[static_cast<size_t>(start)] != 0) == has_text);
+    CHECK((viterbi.ways().reaching(places, problem.room)[static_cast<size_t>(problem.start)] != 0) == has_text);
   }
+}
+
+// The best token of a class that is longer than the stretches in which it is looked for.
+void test_long_classes(std::mt19937& random) {
+  constexpr int32_t vocab_size = 3000;
+  Made made{vocab_size, 2, 2, {}, {0, 1, 2}, {0, 1}, {0, 1, 2}, {1, 1}, {0, 1}, {1, 0}};
+  for (int32_t token = 0; token < vocab_size; ++token) made.token_class.push_back(token % 3 == 0 ? 0 : token == 2999 ? -1 : 1);
+  const dlm::Automaton automaton = read(signed_file(content(made)));
+  dlm::Viterbi viterbi(automaton);
+  for (int32_t round = 0; round < 50; ++round) {
+    std::vector<float> logits(vocab_size);
+    for (float& logit : logits) logit = static_cast<float>(std::uniform_int_distribution<int32_t>(-40, 40)(random));
+    if (round % 5 == 0) std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
+    logits[1] = 50;  // of the other class
+    int32_t wanted = 0;
+    for (int32_t token = 0; token < vocab_size; token += 3)
+      if (logits[static_cast<size_t>(token)] > logits[static_cast<size_t>(wanted)]) wanted = token;
+    dlm::Place place;
+    place.logits = logits.data(), place.best = 1;
+    std::vector<int32_t> found;
+    CHECK(viterbi.solve(0, {place}, {0, 1}, found));
+    CHECK(found == std::vector<int32_t>{wanted});
+  }
+}
+
+// What a token of a place weighs among those drawn from: its tempered logit, with much taken off where it is cut.
+std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size, const dlm::Sampling& sampling) {
+  std::vector<double> weights;
+  std::vector<int32_t> order;
+  for (int32_t token = 0; token < vocab_size; ++token) {
+    double weight = 0;
+    weighs(place, token, weight);
+    weights.push_back(place.logits == nullptr ? 0 : weight / sampling.temperature);
+    order.push_back(token);
+  }
+  if (place.logits == nullptr || place.token >= 0) return std::vector<double>(static_cast<size_t>(vocab_size), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
+  double total = 0, before = 0;
+  for (const double weight : weights) total += std::exp(weight);
+  for (size_t rank = 0; rank < order.size(); ++rank) {
+    double& weight = weights[static_cast<size_t>(order[rank])];
+    const bool is_behind = sampling.top_k > 0 && rank >= static_cast<size_t>(sampling.top_k);
+    before += std::exp(weight);
+    if (rank > 0 && (is_behind || (sampling.top_p < 1 && before - std::exp(weight) > sampling.top_p * total))) weight -= 1e6;
+  }
+  return weights;
+}
+
+void test_all_texts(std::mt19937& random) {
+  const auto is_near = [](double a, double b) { return std::fabs(a - b) <= 1e-9 * (1 + std::fabs(b)); };
+  const dlm::Sampling samplings[] = {{1, 1, 0}, {0.3, 1, 0}, {5, 1, 2}, {1, 0.6, 0}, {2, 0.8, 3}};
+  for (int32_t round = 0; round < 2000; ++round) {
+    Problem problem = random_problem(random);
+    for (dlm::Place& place : problem.places) {
+      place.other = -1;  // of edits, which draw nothing
+      if (place.logits == nullptr) place.best = -1;
+    }
+    const dlm::Automaton& automaton = problem.automaton;
+    const dlm::Sampling& sampling = samplings[round % 5];
+    dlm::Texts texts(automaton, automaton.vocab_size);
+    const std::vector<uint8_t> ends = dlm::Ways(automaton).reaching({}, problem.room);
+    std::vector<std::vector<double>> weights;
+    for (const dlm::Place& place : problem.places) weights.push_back(tempered(place, automaton.vocab_size, sampling));
+    std::vector<std::pair<std::vector<int32_t>, double>> all;
+    double largest = -std::numeric_limits<double>::infinity(), total = 0;
+    each_text(problem, ends, [&](const std::vector<int32_t>& text) {
+      double weight = 0;
+      for (size_t k = 0; k < text.size(); ++k) weight += weights[k][static_cast<size_t>(text[k])];
+      largest = std::max(largest, weight);
+      all.emplace_back(text, weight);
+    });
+    CHECK(texts.sum(problem.start, problem.places, ends, sampling) == !all.empty());
+    if (all.empty()) continue;
+    for (auto& [text, weight] : all) total += weight = std::exp(weight - largest);
+    std::vector<std::vector<double>> probs(problem.places.size(), std::vector<double>(static_cast<size_t>(automaton.vocab_size)));
+    for (auto& [text, weight] : all)
+      for (size_t k = 0; k < text.size(); ++k) probs[k][static_cast<size_t>(text[k])] += weight / total;
+    const auto& chosen = all[static_cast<size_t>(random() % all.size())].first;
+    std::vector<dlm::Marginal> marginals;
+    texts.find_marginals(chosen, true, marginals);
+    for (size_t k = 0; k < chosen.size(); ++k) {
+      CHECK(is_near(marginals[k].prob, probs[k][static_cast<size_t>(chosen[k])]));
+      if (problem.places[k].token >= 0) continue;
+      double entropy = 0;
+      for (const double prob : probs[k]) entropy += prob > 0 ? prob * std::log(prob) : 0;
+      std::sort(probs[k].rbegin(), probs[k].rend());
+      CHECK(is_near(marginals[k].entropy, entropy));
+      CHECK(is_near(marginals[k].margin, probs[k][0] - probs[k][1]));
+    }
+    std::vector<int32_t> drawn;
+    texts.draw({static_cast<uint64_t>(round), 1, 2}, drawn);
+    CHECK(std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.first == drawn && each.second > 0; }));
+    // Chi-squared over seeds, of texts that are expected five times at least, and of all others together.
+    if (round % 50 != 0) continue;
+    constexpr int32_t draws = 3000;
+    double statistic = 0, rest = 0, rest_seen = 0;
+    int32_t freedom = -1;
+    std::map<std::vector<int32_t>, int32_t> counts;
+    for (int32_t seed = 0; seed < draws; ++seed) texts.draw({static_cast<uint64_t>(seed), 3, 7}, drawn), ++counts[drawn];
+    const auto meet = [&](double expected, double count) { statistic += (count - expected) * (count - expected) / expected, ++freedom; };
+    for (const auto& [text, weight] : all) {
+      const double expected = draws * weight / total;
+      if (expected >= 5) meet(expected, counts[text]);
+      else rest += expected, rest_seen += counts[text];
+    }
+    if (rest >= 5) meet(rest, rest_seen);
+    CHECK(statistic <= freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);  // beyond it one of 10^5 lies at most
+  }
+}
+
+// ---- Requests, over the C ABI ----
+
+// Letters a, b, c, c and x, an end token and the mask token: (ab|c)*x.
+constexpr int32_t kLetters = 8, kEnd = 6, kMask = 7;
+
+Made letters() {
+  return {kLetters, 3, 5, {0, 1, 2, 2, 3, -1, 4, -1}, {0, 1, 2, 3, 4, 5}, {2, 0, 3, 1, 4}, {0, 3, 4, 5}, {0, 1, 2, 0, 2},
+          {0, 1, 2, 3, 4}, {1, 2, 0}};
+}
+
+// A denoiser of random logits, one of whose passes fails.
+struct Noise {
+  std::mt19937 random;
+  int32_t fails_at = -1, passes = 0;
+  dlm_session* cancels = nullptr;  // in the pass before the one that fails
+};
+
+dlm_status run_noise(void* user, const dlm_pass* pass) {
+  auto& noise = *static_cast<Noise*>(user);
+  if (noise.cancels != nullptr && noise.passes + 1 == noise.fails_at) dlm_session_cancel(noise.cancels, DLM_ALL_REQUESTS);
+  if (noise.passes++ == noise.fails_at) return DLM_ENGINE_FAILED;
+  for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
+    float logits[kLetters], sum = 0;
+    for (float& logit : logits) logit = std::normal_distribution<float>(0, 3)(noise.random);
+    logits[kMask] = -std::numeric_limits<float>::infinity();
+    int32_t order[kLetters];
+    for (int32_t token = 0; token < kLetters; ++token) order[token] = token, sum += std::exp(logits[token]);
+    std::stable_sort(order, order + kLetters, [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+    for (int32_t rank = 0; rank < 2; ++rank) {
+      pass->top_tokens[2 * row + rank] = order[rank];
+      pass->top_probs[2 * row + rank] = std::exp(logits[order[rank]]) / sum;
+    }
+    if (pass->logits != nullptr) std::copy(logits, logits + kLetters, pass->logits + row * kLetters);
+    if (pass->entropy != nullptr) pass->entropy[row] = -1;
+  }
+  return DLM_OK;
+}
+
+// Requests that are cancelled, run out of passes or time, or fail: those that end well have a whole text, and nothing leaks.
+void test_requests(std::mt19937& random) {
+  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  const std::vector<uint8_t> file = signed_file(content(letters()));
+  const dlm::Automaton known = read(file);
+  Noise noise;
+  dlm_denoiser denoiser;
+  dlm_denoiser_init(&denoiser);
+  denoiser.vocab_size = kLetters, denoiser.mask_token_id = kMask, denoiser.max_canvas_length = 64;
+  denoiser.layers = denoiser.kv_heads = denoiser.head_size = 1;
+  denoiser.eos_token_ids = &kEnd, denoiser.eos_count = 1;
+  dlm_bundle* bundle = nullptr;
+  dlm_session* session = nullptr;
+  CHECK(dlm_bundle_from_callback(&denoiser, run_noise, &noise, nullptr, 0, &bundle) == DLM_OK);
+  CHECK(dlm_session_create(bundle, nullptr, 0, &session) == DLM_OK);
+  int32_t seen[7] = {}, refused = 0, failures = 0;
+  const char* const scores[] = {"prediction", "draw", "marginal"};
+  for (int32_t round = 0; round < 1000; ++round) {
+    dlm_automaton* automaton = nullptr;
+    CHECK(dlm_automaton_read(file.data(), file.size(), nullptr, 0, &automaton) == DLM_OK);
+    const bool has_beginning = draw(0, 2) == 0;  // "ab" or "ac"
+    CHECK(dlm_session_constrain_from(session, automaton, has_beginning ? 2 : 0) == DLM_OK);
+    dlm_automaton_destroy(automaton);
+    dlm_policy policy;
+    dlm_policy_init(&policy);
+    policy.block_length = draw(1, 9), policy.score_of = scores[draw(0, 2)], policy.seed = static_cast<uint64_t>(round);
+    if (draw(0, 1) == 0) policy.select = "sample", policy.temperature = 0.7, policy.top_p = draw(0, 1) == 0 ? 1 : 0.6;
+    dlm_generate_options options;
+    dlm_generate_options_init(&options);
+    options.policy = &policy, options.max_new_tokens = draw(0, 12), options.max_steps = draw(0, 4);
+    if (draw(0, 9) == 0) options.deadline_ms = 1e-6;
+    noise.passes = 0, noise.fails_at = draw(0, 20), noise.cancels = draw(0, 2) == 0 ? session : nullptr;
+    std::vector<int32_t> tokens(32);
+    const int32_t given[] = {5, 0, draw(0, 7) == 0 ? 2 : 1};
+    std::copy(given, given + 3, tokens.begin());
+    size_t length = 0;
+    const dlm_status status = dlm_session_generate(session, &options, tokens.data(), 3, tokens.size(), nullptr, &length);
+    if (status == DLM_INVALID_ARGUMENT) CHECK(options.max_new_tokens == 0 || (has_beginning && given[2] == 2)), ++refused;
+    if (status == DLM_ENGINE_FAILED) ++failures;
+    CHECK(status == DLM_OK || status == DLM_INVALID_ARGUMENT || status == DLM_ENGINE_FAILED);
+    if (status != DLM_OK) continue;
+    dlm_result result;
+    CHECK(dlm_session_result(session, 0, &result) == DLM_OK);
+    ++seen[result.finish];
+    int32_t state = 0;
+    for (size_t i = has_beginning ? 1 : 3; i < length && state >= 0; ++i) state = known.next(state, tokens[i]);
+    CHECK(options.max_new_tokens == 0 || (state >= 0 && known.distances[static_cast<size_t>(state)] == 0));
+  }
+  CHECK(refused > 0 && failures > 0 && dlm_session_constrain_from(session, nullptr, -1) == DLM_INVALID_ARGUMENT);
+  for (const int32_t finish : {DLM_FINISH_STOP, DLM_FINISH_STEPS, DLM_FINISH_DEADLINE, DLM_FINISH_CANCELLED, DLM_FINISH_CONSTRAINT})
+    CHECK(seen[finish] > 0);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
 }
 
 }  // namespace
@@ -207,6 +439,9 @@ int main() {
   std::mt19937 random(7);
   test_files(random);
   test_most_likely_text(random);
+  test_long_classes(random);
+  test_all_texts(random);
+  test_requests(random);
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;
 }

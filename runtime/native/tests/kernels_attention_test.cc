@@ -103,6 +103,7 @@ struct Attention {
   int64_t rotary_size = D, table_rows = 50, visible_block = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past ones are multiples of 2 ^ -5 below 4
   std::vector<int64_t> positions;
+  std::vector<dlm::Segment> segments;
   Floats y, new_keys, new_values;
   Bytes stored_keys, stored_values, present_keys, present_values;
 
@@ -132,6 +133,7 @@ struct Attention {
             positions.data(),
             cos.data(), sin.data(),
             B, T, S, H, G, D, rotary_size, table_rows, visible_block,
+            segments.data(), static_cast<int64_t>(segments.size()),
             y.data(),
             new_keys.data(), new_values.data(),
             is_fp32 ? static_cast<void*>(new_keys.data()) : present_keys.data(),
@@ -167,6 +169,26 @@ struct Attention {
   bool sees(int64_t b, int64_t t, int64_t j) const {
     const auto block = [&](int64_t token) { return positions[static_cast<size_t>(b * T + token)] / visible_block; };
     return visible_block == 0 || block(j) <= block(t);
+  }
+
+  // The part of a segment as a pass of its own.
+  Attention alone(const dlm::Segment& part) const {
+    Attention one = *this;
+    one.segments.clear();
+    one.T = part.tokens, one.S = part.cached;
+    const auto cut = [&](const Floats& all, int64_t heads) {
+      return Floats(all.data() + part.first * heads * D, all.data() + (part.first + part.tokens) * heads * D);
+    };
+    one.q = cut(q, H), one.k = cut(k, G), one.v = cut(v, G);
+    one.positions.assign(positions.begin() + part.first, positions.begin() + part.first + part.tokens);
+    const auto past = [&](const Floats& all) {
+      Floats rows;
+      for (int64_t g = 0; g < G; ++g)
+        rows.insert(rows.end(), all.data() + (g * S + part.start) * D, all.data() + (g * S + part.start + part.cached) * D);
+      return rows;
+    };
+    one.past_keys = past(past_keys), one.past_values = past(past_values);
+    return one;
   }
 
  private:
@@ -345,6 +367,48 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
     }
 }
 
+// Several requests in one row, with cached rows of their own that stand anywhere: equal to the bit to each by itself.
+void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(16);
+  InOrder in_order;
+  const std::vector<std::vector<dlm::Segment>> all = {
+      {{0, 0, 0, 33}, {0, 0, 33, 1}, {0, 0, 34, 7}},
+      {{60, 11, 0, 4}, {3, 40, 4, 32}, {0, 0, 36, 5}},
+      {{0, 71, 0, 41}},
+      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},  // two may share rows
+  };
+  for (const CacheType cache : kCaches)
+    for (const int64_t visible_block : {0, 5})
+      for (const std::vector<dlm::Segment>& segments : all)
+        for (const int64_t G : {1, 2}) {
+          tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache)) + " segments";
+          const int64_t T = segments.back().first + segments.back().tokens, D = 20;
+          Attention attention(numbers, 1, T, 71, 4, G, D);
+          attention.cache = cache, attention.visible_block = visible_block, attention.segments = segments;
+          CHECK(attention.pass().has_good_segments());
+          attention.run(kernels, in_order);
+          for (const dlm::Segment& part : segments) {
+            Attention one = attention.alone(part);
+            one.run(kernels, in_order);
+            const Floats own(attention.y.data() + part.first * 4 * D, attention.y.data() + (part.first + part.tokens) * 4 * D);
+            // The same sums, but for how many queries are taken together.
+            CHECK(distance(own, std::vector<double>(one.y.begin(), one.y.end()), 1) < kAttentionTolerance);
+            for (int64_t g = 0; g < G; ++g) {
+              const auto rows = [&](const Attention& of, const Floats& kept, int64_t first) {
+                const float* const at = kept.data() + (g * of.T + first) * D;
+                return Floats(at, at + part.tokens * D);
+              };
+              CHECK(same_bits(rows(attention, attention.new_keys, part.first), rows(one, one.new_keys, 0)));
+              CHECK(same_bits(rows(attention, attention.new_values, part.first), rows(one, one.new_values, 0)));
+            }
+          }
+          check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
+            attention.run(kernels, parallel);
+            return std::vector<Floats>{attention.y, attention.new_keys, attention.new_values};
+          });
+        }
+}
+
 void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels& kernels) {
   tally.about = kernels.name;
   Numbers numbers(10);
@@ -375,7 +439,27 @@ void test_positions_outside_the_tables_are_seen(Tally& tally) {
   }
 }
 
+void test_segments_that_lie_are_seen(Tally& tally) {
+  Numbers numbers(8);
+  tally.about = "segments";
+  Attention attention(numbers, 1, 9, 20, 1, 1, 2);
+  attention.segments = {{0, 20, 0, 4}, {5, 0, 4, 5}};
+  CHECK(attention.pass().has_good_segments());
+  const std::vector<std::vector<dlm::Segment>> lies = {
+      {{0, 21, 0, 9}},         {{1, 20, 0, 9}},  {{-1, 3, 0, 9}},        {{0, -1, 0, 9}},       {{0, 0, 0, 8}},
+      {{0, 0, 0, 10}},         {{0, 0, 1, 8}},   {{0, 0, 0, 0}},         {{0, 0, 0, 9}, {0, 0, 9, 0}},
+      {{0, 0, 0, 5}, {0, 0, 4, 5}}, {{0, 0, 0, INT64_MAX}}, {{INT64_MAX, 1, 0, 9}}, {{1, INT64_MAX, 0, 9}}};
+  for (const std::vector<dlm::Segment>& segments : lies) {
+    attention.segments = segments;
+    CHECK(!attention.pass().has_good_segments());
+  }
+  Attention two(numbers, 2, 9, 20, 1, 1, 2);
+  two.segments = {{0, 20, 0, 9}};
+  CHECK(!two.pass().has_good_segments());
+}
+
 void test_attention(Tally& tally, const dlm::Kernels& kernels) {
+  test_segments_are_passes_of_their_own(tally, kernels);
   test_shapes(tally, kernels);
   test_queries_see_blocks_up_to_their_own(tally, kernels);
   test_a_pass_over_one_block_is_full_attention(tally, kernels);

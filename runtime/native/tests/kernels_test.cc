@@ -19,6 +19,7 @@ int main() {
   if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) all.push_back(&dlm::kAvxVnniStandIn);
 #endif
   test_positions_outside_the_tables_are_seen(tally);
+  test_segments_that_lie_are_seen(tally);
   for (const dlm::Kernels* const kernels : all) {
     std::printf("%s\n", kernels->name);
     test_linear(tally, *kernels);

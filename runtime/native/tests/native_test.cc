@@ -258,13 +258,13 @@ void test_callback_engine(Tally& tally) {
   const dlm::CacheShape cache{{1, 2, 4}};
   const auto engine = dlm::make_callback(note, &seen, cache);
   const dlm_pass pass{};
-  engine->run(pass);
+  engine->run(pass, {});
   CHECK(seen.pass == &pass);
   CHECK(engine->description() == "callback");
   seen.answer = DLM_CANCELLED;
-  CHECK_ERROR(engine->run(pass), DLM_CANCELLED, "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
+  CHECK_ERROR(engine->run(pass, {}), DLM_CANCELLED, "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
   seen.answer = -12;
-  CHECK_ERROR(engine->run(pass), -12, "...the pass callback returned -12 (");
+  CHECK_ERROR(engine->run(pass, {}), -12, "...the pass callback returned -12 (");
   CHECK_ERROR(dlm::make_callback(nullptr, nullptr, cache), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
 }
 
@@ -563,7 +563,7 @@ void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   class One final : public dlm::HostEngine {
    public:
     using HostEngine::HostEngine;
-    void run(const dlm_pass&) override {}
+    void run(const dlm_pass&, const std::vector<dlm::Segment>&) override {}
     std::string description() const override { return "one"; }
     int32_t max_batch() const override { return 1; }
   };

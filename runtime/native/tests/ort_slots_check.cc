@@ -72,10 +72,13 @@ CHECK_SLOT_OF(CustomOpDomainAdd, CustomOpDomain_Add);
 CHECK_SLOT(AddCustomOpDomain);
 CHECK_SLOT(SessionGetInputCount);
 CHECK_SLOT(SessionGetOutputCount);
+CHECK_SLOT_OF(SessionGetOptionalInputCount, SessionGetOverridableInitializerCount);
 CHECK_SLOT(SessionGetInputTypeInfo);
 CHECK_SLOT(SessionGetOutputTypeInfo);
+CHECK_SLOT_OF(SessionGetOptionalInputTypeInfo, SessionGetOverridableInitializerTypeInfo);
 CHECK_SLOT(SessionGetInputName);
 CHECK_SLOT(SessionGetOutputName);
+CHECK_SLOT_OF(SessionGetOptionalInputName, SessionGetOverridableInitializerName);
 CHECK_SLOT(CreateTensorWithDataAsOrtValue);
 CHECK_SLOT(GetTensorMutableData);
 CHECK_SLOT(CastTypeInfoToTensorInfo);
@@ -89,6 +92,7 @@ CHECK_SLOT(AllocatorAlloc);
 CHECK_SLOT(AllocatorFree);
 CHECK_SLOT(GetAllocatorWithDefaultOptions);
 CHECK_SLOT_OF(KernelInfoGetAttributeInt64, KernelInfoGetAttribute_int64);
+CHECK_SLOT_OF(KernelContextGetInputCount, KernelContext_GetInputCount);
 CHECK_SLOT_OF(KernelContextGetInput, KernelContext_GetInput);
 CHECK_SLOT_OF(KernelContextGetOutput, KernelContext_GetOutput);
 CHECK_SLOT(ReleaseEnv);
@@ -180,6 +184,7 @@ static_assert(ORT_LOGGING_LEVEL_FATAL == dlm::ort::kLogFatal && ORT_SEQUENTIAL =
 static_assert(ORT_ENABLE_ALL == dlm::ort::kOptimizeAll && OrtDeviceAllocator == dlm::ort::kDeviceAllocator);
 static_assert(OrtMemTypeDefault == dlm::ort::kMemTypeDefault);
 static_assert(ORT_INVALID_ARGUMENT == dlm::ort::kInvalidArgument && INPUT_OUTPUT_REQUIRED == 0);
+static_assert(INPUT_OUTPUT_OPTIONAL == static_cast<OrtCustomOpInputOutputCharacteristic>(dlm::ort::kOptionalInput));
 static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 == 2);
 
 }  // namespace

@@ -1,0 +1,155 @@
+"""Requests that arrive at random: one at a time, in batches, and sharing passes in a scheduler.
+
+    python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf] [--rounds 5] [--json FILE]
+
+Each line of the file has a `prompt`. Requests arrive at a rate that is given as a share of what one at a time gets through
+("inf": all at once), at the same moments for all: `alone` runs one after the other, `batches` lets all that wait begin
+together, eight at most, and the next when all are done, `scheduler` lets one begin whenever there is room. Latency counts from
+the arrival. Told are medians over the rounds, which run in turn, and how many canvases are not what their request comes to
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import queue
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shapes import machine
+
+import dlm_runtime
+from dlm_runtime import Bundle, Generation
+
+Done = dict[int, tuple[float, Generation]]
+"""By request: seconds since the start when it was done, and what it came to."""
+
+
+def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
+    """Hands requests in, by number, each at its moment."""
+
+    def run() -> None:
+        began = time.perf_counter()
+        for number, moment in enumerate(moments):
+            time.sleep(max(0.0, began + moment - time.perf_counter()))
+            hand_in(number)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def in_batches(bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int) -> Done:
+    """Up to ``most`` that wait, together; then the next."""
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    done: Done = {}
+    began = time.perf_counter()
+    thread = arrivals(moments, waiting.put)
+    while len(done) < len(wishes):
+        numbers = [waiting.get()]
+        while len(numbers) < most and not waiting.empty():
+            numbers.append(waiting.get())
+        same = {name: value for name, value in wishes[numbers[0]].items() if name != "prompt"}
+        if most == 1:
+            outs = [bundle.generate(**wishes[numbers[0]])]
+        else:
+            outs = bundle.generate_batch(prompts=[wishes[number]["prompt"] for number in numbers], max_batch=most, **same)
+        now = time.perf_counter() - began
+        done |= {number: (now, out) for number, out in zip(numbers, outs, strict=True)}
+    thread.join()
+    return done
+
+
+def scheduled(bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int) -> Done:
+    """One begins whenever there is room."""
+    done: Done = {}
+    began = time.perf_counter()
+
+    def wait(number: int, job: Any) -> None:
+        out = job.result()
+        done[number] = time.perf_counter() - began, out
+
+    threads = []
+    with bundle.scheduler(max_running=most) as scheduler:
+
+        def hand_in(number: int) -> None:
+            threads.append(threading.Thread(target=wait, args=(number, scheduler.submit(**wishes[number]))))
+            threads[-1].start()
+
+        arrivals(moments, hand_in).join()
+        for thread in threads:
+            thread.join()
+    return done
+
+
+WAYS: dict[str, Callable[[Bundle, list[dict[str, Any]], Sequence[float]], Done]] = {
+    "alone": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 1),
+    "batches": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 8),
+    "scheduler": lambda bundle, wishes, moments: scheduled(bundle, wishes, moments, 8),
+}
+
+
+def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dict[str, float]:
+    """What a round says of itself."""
+    latencies = sorted(done[number][0] - moment for number, moment in enumerate(moments))
+    return {
+        "tokens_per_s": sum(out.completion_tokens for _, out in done.values()) / max(at for at, _ in done.values()),
+        "p50_ms": 1e3 * latencies[len(latencies) // 2],
+        "p99_ms": 1e3 * latencies[min(len(latencies) - 1, math.ceil(0.99 * len(latencies)) - 1)],
+        "unequal": sum(done[number][1].tokens != one.tokens for number, one in enumerate(alone)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--loads", default="0.8,1.5,inf")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    prompts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][: arguments.requests]
+    wishes = [{"prompt": prompt, "max_new_tokens": arguments.max_new_tokens} for prompt in prompts]
+    result: dict[str, Any] = {"machine": machine(), "requests": len(wishes), "rounds": arguments.rounds, "loads": {}}
+    with dlm_runtime.open(arguments.bundle, threads=arguments.threads) as bundle:
+        for wish in wishes[:8]:
+            bundle.generate(**wish)
+        began = time.perf_counter()
+        alone = [bundle.generate(**wish) for wish in wishes]
+        each = (time.perf_counter() - began) / len(wishes)
+        for load in map(float, arguments.loads.split(",")):
+            draw = random.Random(1)
+            moment, moments = 0.0, []
+            for _ in wishes:
+                moments.append(moment)
+                moment += draw.expovariate(load / each) if math.isfinite(load) else 0.0
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+            for _ in range(arguments.rounds):
+                for name, run in WAYS.items():
+                    rounds[name].append(judged(run(bundle, wishes, moments), moments, alone))
+            rows = {
+                name: {key: round(statistics.median(row[key] for row in found), 2) for key in found[0]}
+                | {"tokens_per_s_all": [round(row["tokens_per_s"], 1) for row in found]}
+                for name, found in rounds.items()
+            }
+            result["loads"][str(load)] = rows
+            print(f"load {load} of one at a time ({1e3 * each:.1f} ms each)")
+            for name, row in rows.items():
+                times = f"p50 {row['p50_ms']:8.1f} ms  p99 {row['p99_ms']:8.1f} ms"
+                print(f"  {name:10} {row['tokens_per_s']:8.0f} tokens/s  {times}  {row['unequal']:.0f} unequal", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

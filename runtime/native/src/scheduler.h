@@ -1,0 +1,139 @@
+// Requests that any thread hands in, and one thread makes the passes of: together where the engine lets them share passes, else in
+// turns.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "arena.h"
+#include "loop.h"
+#include "shared_pass.h"
+
+namespace dlm {
+
+using Clock = std::chrono::steady_clock;
+
+// How many rows of keys and values `most` of the requests take together, whichever they are.
+int64_t most_rows(const std::vector<Request>& requests, size_t most);
+
+// When a request ends whatever it has, and who is told of its steps.
+struct Limits {
+  int32_t max_steps = 0;  // 0: any number
+  std::optional<Clock::time_point> deadline;
+  dlm_step_fn on_step = nullptr;
+  void* user = nullptr;
+};
+
+// What those who wait for jobs share with who runs them, and outlives both.
+struct Board {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+// A request that was handed in. Its results are there once it is done, and then nobody else touches it.
+class Job {
+ public:
+  Job(std::shared_ptr<Board> board, Request request, const Limits& limits);
+
+  // Ends it within one pass with what it has. From any thread.
+  void cancel() { is_cancelled_ = true; }
+
+  // Whether it is done, after waiting for that; no time: as long as it takes.
+  bool wait(std::optional<Clock::duration> time) const;
+
+  // Of a job that is done.
+  dlm_status status() const { return status_; }
+  const std::string& message() const { return message_; }
+  const Outcome& outcome() const { return outcome_; }
+  const std::vector<int32_t>& canvas() const { return request().canvas(); }
+
+ private:
+  friend class Scheduler;
+
+  const Request& request() const { return alone_ ? alone_->requests().front() : *request_; }
+  void end(Finish why) { alone_ ? alone_->end(0, why) : request_->end(why); }
+
+  const std::shared_ptr<Board> board_;
+  const Limits limits_;
+  std::optional<Request> request_;
+  std::optional<Member> member_;      // of shared passes, while it runs
+  std::optional<Batch> alone_;        // takes the request where passes are not shared
+  std::unique_ptr<Context> context_;  // its own, then
+  int64_t rows_ = 0;                  // of keys and values that it was given
+  uint64_t served_ = 0;               // the pass that it took part in last
+  std::atomic<bool> is_cancelled_{false};
+  bool is_done_ = false;  // under the board's mutex
+  dlm_status status_ = DLM_OK;
+  std::string message_;
+  Outcome outcome_{};
+};
+
+class Scheduler {
+ public:
+  struct Options {
+    int32_t most_running, most_waiting, most_tokens;  // requests; tokens of a pass that several share
+    int64_t rows;                                     // of keys and values
+  };
+
+  // The denoiser and the engine must outlive it.
+  Scheduler(const Denoiser& denoiser, Engine& engine, const Options& options);
+  // Nobody may be running it. What is not done is cancelled.
+  ~Scheduler();
+
+  // From any thread. Throws Error(DLM_BUSY) if as many wait as may, Error(DLM_INVALID_ARGUMENT) if it could never run.
+  std::shared_ptr<Job> submit(Request request, const Limits& limits);
+
+  // Makes passes until stop() is called or, until_idle, nothing is left to do. before_pass is called before each, and what it throws
+  // ends the call and leaves the requests as they are. Throws Error(DLM_INVALID_ARGUMENT) where it runs already.
+  void run(bool until_idle, const std::function<void()>& before_pass);
+  // Ends that call after the pass that is made, or the next one at once.
+  void stop();
+
+  // Those who run it, or between runs.
+  const dlm_stats& stats() const { return stats_; }
+  const dlm_pass_counts& counts() const { return counts_; }
+
+  dlm_scheduler_stats told() const;
+
+ private:
+  using Jobs = std::list<std::shared_ptr<Job>>;
+
+  bool has_room(const Request& request) const;
+  void settle();
+  void end_what_must();
+  void admit();
+  void start(Job& job);
+  void fail_with_thrown(Job& job);
+  void finish(Job& job);
+  void finish_done();
+  std::vector<std::shared_ptr<Job>> choose();
+  void pass(const std::vector<std::shared_ptr<Job>>& chosen);
+  void pass_alone(Job& job);
+
+  const Denoiser& denoiser_;
+  Engine& engine_;
+  const Options options_;
+  const std::shared_ptr<Board> board_ = std::make_shared<Board>();
+  std::unique_ptr<Arena> arena_;  // NULL where passes are not shared
+  std::optional<SharedPass> shared_;
+  std::vector<std::unique_ptr<Context>> contexts_;  // that no request uses now
+  Buffers buffers_;
+  Jobs waiting_, running_;  // in the order of their coming
+  int64_t rows_taken_ = 0;
+  bool is_running_ = false, is_stopping_ = false;
+  uint64_t passes_ = 0;
+  dlm_stats stats_{};
+  dlm_pass_counts counts_{};
+  dlm_scheduler_stats told_{};  // under the board's mutex
+};
+
+}  // namespace dlm

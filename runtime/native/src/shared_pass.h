@@ -1,0 +1,59 @@
+// One pass that several requests share, whatever their positions: each is a segment of one row of tokens.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "arena.h"
+#include "loop.h"
+
+namespace dlm {
+
+// A request that takes part in shared passes, and where its rows are. It gives them back when it goes.
+class Member {
+ public:
+  // There must be room for rows_of(request).
+  Member(Request& request, Arena& arena);
+  ~Member();
+  Member(const Member&) = delete;
+  Member& operator=(const Member&) = delete;
+
+  // What a request keeps in an arena: of its canvas, and of the one without what is given where it is guided.
+  static std::vector<int32_t> rows_of(const Request& request);
+
+  // Tokens of its next pass.
+  int32_t tokens() const;
+
+ private:
+  friend class SharedPass;
+  Request& request_;
+  Arena& arena_;
+  std::vector<Arena::Handle> places_;  // of its canvases
+  Range kept_{0, 0};  // outside of which the cache's rows were kept, and nothing was stored since; or of no tokens
+};
+
+// The next pass of those that were added.
+class SharedPass {
+ public:
+  SharedPass(const Denoiser& denoiser, Arena& arena) : denoiser_(denoiser), arena_(arena) {}
+
+  // Whether a request that is not done takes part: it does if the pass has no other, or stays within so many tokens, and within a
+  // bound of the memory that logits take.
+  bool add(Member& member, int32_t most_tokens);
+
+  // Makes the pass and commits after it. Throws what the pass throws, of which all of its requests fail; on_error is told of one
+  // that fails by itself, with its number in the order of adding, inside a handler.
+  void run(Buffers& buffers, dlm_stats& stats, dlm_pass_counts& counts, const std::function<void(size_t number)>& on_error);
+
+ private:
+  void count(dlm_pass_counts& counts) const;
+
+  const Denoiser& denoiser_;
+  Arena& arena_;
+  std::vector<Member*> members_;
+  size_t tokens_ = 0, rows_ = 0;
+  Needs needs_;
+};
+
+}  // namespace dlm

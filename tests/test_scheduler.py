@@ -1,0 +1,207 @@
+"""Requests of any kind share passes, from any thread, and each comes to what it comes to alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from denoisers import ArithmeticDenoiser
+
+import dlm_runtime
+from dlm_runtime import Bundle, BusyError, ClosedError, EngineError, Generation, Job, RequestError
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "bc"]}, "n": {"type": "integer"}}, "required": ["name", "n"]}
+
+
+@pytest.fixture(scope="module")
+def demo(demo_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(demo_bundle, threads=1) as bundle:
+        yield bundle
+
+
+def same(one: Generation, other: Generation) -> bool:
+    names = ("tokens", "text", "nfe", "finish", "undecided", "prompt_tokens", "completion_tokens")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def wishes(count: int) -> list[dict[str, Any]]:
+    """Requests of different prompts, lengths, policies, seeds, blocks and constraints."""
+    draw = random.Random(4)
+    kinds: list[dict[str, Any]] = [
+        {"preset": "fast-dllm"},
+        {"preset": "llada", "steps": 8},
+        {"preset": "fast-dllm", "cache": "prefix", "block_length": 8},
+        {"preset": "fast-dllm", "cache": "none", "threshold": 0.7},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"preset": "fast-dllm", "schema": SCHEMA},
+        {"preset": "fast-dllm", "cfg_scale": 0.5},
+        {"preset": "fast-dllm", "max_steps": 2},
+        {"preset": "fast-dllm", "stop_strings": ["arguments"]},
+    ]
+    prompts = (
+        "turn on the kitchen lights",
+        "remind me to call the garage at seven",
+        "play jazz",
+        "go",
+        "lock the front door please",
+    )
+    return [
+        {"prompt": draw.choice(prompts), "max_new_tokens": draw.choice((24, 32, 48)), **draw.choice(kinds)}
+        | ({"seed": draw.randrange(99)} if draw.random() < 0.5 else {})
+        for _ in range(count)
+    ]
+
+
+def test_sixty_four_mixed_requests_come_to_what_each_comes_to_alone(demo: Bundle) -> None:
+    wanted = wishes(64)
+    alone = [demo.generate(**wish) for wish in wanted]
+    draw = random.Random(5)
+    jobs: list[Job | None] = [None] * len(wanted)
+    with demo.scheduler(max_running=12, max_tokens=200) as scheduler:
+
+        def submit(numbers: range) -> None:
+            for number in numbers:
+                time.sleep(draw.random() / 200)  # arriving at random
+                jobs[number] = scheduler.submit(**wanted[number])
+
+        threads = [threading.Thread(target=submit, args=(range(first, 64, 4),)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for job, one in zip(jobs, alone, strict=True):
+            assert job is not None
+            assert same(job.result(60), one)
+        stats = scheduler.stats
+    assert (stats.submitted, stats.finished, stats.refused, stats.running, stats.waiting) == (64, 64, 0, 0, 0)
+    assert stats.shares > 2 * stats.passes, "they shared them"
+
+
+def test_events_tell_of_every_pass_and_end_with_the_result(demo: Bundle) -> None:
+    wish: dict[str, Any] = {
+        "prompt": "remind me to call the garage at seven",
+        "max_new_tokens": 32,
+        "preset": "llada",
+        "steps": 8,
+    }
+    alone = list(demo.stream(**wish))
+    with demo.scheduler() as scheduler:
+        events = list(scheduler.submit(**wish, events=True))
+    assert [event.done for event in events] == [False] * (len(events) - 1) + [True]
+    assert [event.canvas for event in events[:-1]] == [event.canvas for event in alone[:-1]]
+    assert "".join(event.delta or "" for event in events) == alone[-1].text
+    assert events[-1].result is not None
+    assert events[-1].result.tokens == alone[-1].canvas
+
+
+def test_a_bundle_of_a_callback_takes_turns() -> None:
+    denoiser = ArithmeticDenoiser()
+    with denoiser.bundle as bundle, bundle.scheduler(max_running=3) as scheduler:
+        given = [[5, 6, 7][: 1 + i % 3] for i in range(9)]
+        jobs = [scheduler.submit(tokens=tokens, max_new_tokens=7) for tokens in given]
+        for tokens, job in zip(given, jobs, strict=True):
+            assert job.result(30).tokens == bundle.generate(tokens=tokens, max_new_tokens=7).tokens
+        assert scheduler.stats.shares == scheduler.stats.passes
+
+
+def test_more_than_may_wait_are_refused_and_nothing_is_lost(demo: Bundle) -> None:
+    with demo.scheduler(max_running=1, max_waiting=2) as scheduler:
+        jobs, refused = [], 0
+        for _ in range(30):
+            try:
+                jobs.append(scheduler.submit(prompt="go", max_new_tokens=32, preset="llada"))
+            except BusyError:
+                refused += 1
+        assert refused > 0
+        assert len({tuple(job.result(60).tokens) for job in jobs}) == 1
+        assert scheduler.stats.refused == refused
+        assert scheduler.stats.finished == len(jobs)
+
+
+def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
+    with demo.scheduler(max_running=4) as scheduler:
+        long = {"prompt": "go", "max_new_tokens": 400, "preset": "llada", "stop": "none"}
+        job = scheduler.submit(**long, events=True)
+        nfe = next(iter(job)).nfe
+        job.cancel()
+        result = job.result(30)
+        assert result.finish == "cancelled"
+        assert nfe <= result.nfe < 400
+        assert any(result.undecided)
+        late = scheduler.submit(**long, deadline_ms=1).result(30)
+        assert late.finish == "deadline"
+        assert late.nfe < 400
+        with pytest.raises(TimeoutError):
+            scheduler.submit(**long).result(0.001)  # and dropped, which cancels it
+        abandoned = scheduler.submit(**long)
+    assert abandoned.result(0).finish == "cancelled"
+    assert scheduler.stats.submitted == 4
+    with pytest.raises(ClosedError, match="closed"):
+        scheduler.submit(prompt="go")
+
+
+def test_a_soak_of_cancels_and_deadlines_keeps_memory_flat(demo: Bundle) -> None:
+    draw = random.Random(6)
+
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+    sizes = []
+    with demo.scheduler(max_running=8) as scheduler:
+        for _ in range(5):
+            jobs = []
+            for _ in range(200):
+                limit = {"deadline_ms": draw.uniform(1, 30)} if draw.random() < 0.3 else {}
+                jobs.append(scheduler.submit(prompt="play jazz", max_new_tokens=draw.choice((16, 32, 64)), **limit))
+                if draw.random() < 0.3:
+                    jobs[-1].cancel()
+            finishes = {job.result(120).finish for job in jobs}
+            assert finishes <= {"stop", "length", "cancelled", "deadline"}
+            sizes.append(resident())
+        assert scheduler.stats.finished == 1000
+    assert sizes[-1] - sizes[1] < 8 << 10, f"KiB: {sizes}"
+
+
+def test_what_cannot_be_is_said(demo: Bundle) -> None:
+    with pytest.raises(RequestError, match=r"max_running = 0 is outside 1\.\.4096"):
+        demo.scheduler(max_running=0)
+    with demo.scheduler(cache_bytes=1 << 17) as scheduler:
+        with pytest.raises(RequestError, match=r"has room for .*: give it more cache_bytes, or choose a shorter canvas"):
+            scheduler.submit(prompt="go", max_new_tokens=400, preset="fast-dllm")
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            scheduler.submit(tokens=[1 << 20])
+        with pytest.raises(RequestError, match="the job that it returns has a method"):
+            scheduler.submit(prompt="go", cancel=threading.Event())
+        with pytest.raises(RequestError, match=r"constraint = 'x' is none: Bundle\.constraint makes one"):
+            scheduler.submit(prompt="go", constraint="x")
+        assert scheduler.submit(prompt="go", max_new_tokens=8, preset="fast-dllm").result(30).nfe > 0
+        with pytest.raises(RequestError, match=r"events=True"):
+            next(iter(scheduler.submit(prompt="go", max_new_tokens=8)))
+
+
+def test_an_engine_that_fails_fails_its_requests_alone() -> None:
+    denoiser = ArithmeticDenoiser()
+    calls = 0
+
+    def fail_once(p: dlm_runtime.CallbackPass) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("made to fail")
+        denoiser._run(p)
+
+    with dlm_runtime.from_callback(denoiser.info, fail_once) as bundle, bundle.scheduler(max_running=1) as scheduler:
+        jobs = [scheduler.submit(tokens=[5], max_new_tokens=6) for _ in range(3)]
+        failures = 0
+        for job in jobs:
+            try:
+                assert job.result(30).finish in ("stop", "length")
+            except (EngineError, RuntimeError, dlm_runtime.DlmError):
+                failures += 1
+        assert failures == 1

@@ -1,0 +1,112 @@
+"""Requests as segments of one row of tokens: the graph's input says what each may see, and each gets what it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from engine_bundles import read_manifest
+
+import dlm_runtime
+
+TOLERANCE = 1e-4  # of logits: products over other numbers of rows are summed in another order
+
+
+def session(bundle: Path) -> onnxruntime.InferenceSession:
+    """Without this project's kernels: by the definitions that the graph carries."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return onnxruntime.InferenceSession(bundle / "denoiser.onnx", options, providers=["CPUExecutionProvider"])
+
+
+class Graph:
+    """Passes of a bundle's graph, one request or several in a row."""
+
+    def __init__(self, bundle: Path) -> None:
+        self.session = session(bundle)
+        self.layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
+
+    def run(self, parts: Sequence[dict[str, Any]], past: dict[str, np.ndarray], **more: np.ndarray) -> dict[str, np.ndarray]:
+        tokens = [token for part in parts for token in part["tokens"]]
+        positions = [part["first"] + i for part in parts for i in range(len(part["tokens"]))]
+        feeds = {
+            "input_ids": np.array([tokens]),
+            "position_ids": np.array([positions]),
+            "score_rows": np.arange(len(tokens))[None],
+        }
+        names = ["logits", *(layer[kind] for layer in self.layers for kind in ("present_key", "present_value"))]
+        return dict(zip(names, self.session.run(names, feeds | past | more), strict=True))
+
+    def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """What a pass wrote as what another one reads, or no rows."""
+        found = {}
+        for layer in self.layers:
+            for kind in ("key", "value"):
+                empty = np.zeros((1, layer["kv_heads"], 0, layer["head_size"]), np.float32)
+                found[layer[f"past_{kind}"]] = empty if of is None else of[layer[f"present_{kind}"]]
+        return found
+
+
+@pytest.fixture(params=["llada_bundle", "dream_bundle", "several_bundle"])
+def bundle(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
+def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> None:
+    graph, rng = Graph(bundle), np.random.default_rng(1)
+    # In blocks of 16 what is cached is whole blocks; the three differ in what they have of both.
+    parts = [
+        {"cached": 16, "first": 16, "tokens": rng.integers(2, 150, 16).tolist()},
+        {"cached": 0, "first": 0, "tokens": rng.integers(2, 150, 5).tolist()},
+        {"cached": 32, "first": 32, "tokens": rng.integers(2, 150, 9).tolist()},
+    ]
+    alone, pasts = [], []
+    for part in parts:
+        before = {"first": 0, "tokens": rng.integers(2, 150, part["cached"]).tolist()}
+        pasts.append(graph.past(graph.run([before], graph.past()) if part["cached"] else None))
+        alone.append(graph.run([part], pasts[-1]))
+    noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)  # in rows that are nobody's
+    starts = [21, 0, 40]
+    arena = {}
+    for name, empty in graph.past().items():
+        rows = np.broadcast_to(noise[None, None, :, None], (1, empty.shape[1], 100, empty.shape[3])).copy()
+        for past, part, start in zip(pasts, parts, starts, strict=True):
+            rows[:, :, start : start + part["cached"]] = past[name]
+        arena[name] = rows
+    firsts = np.cumsum([0, *(len(part["tokens"]) for part in parts)])
+    segments = np.array(
+        [
+            [start, part["cached"], first, len(part["tokens"])]
+            for start, part, first in zip(starts, parts, firsts[:-1], strict=True)
+        ]
+    )
+    together = graph.run(parts, arena, segments=segments)
+    for one, first, last in zip(alone, firsts[:-1], firsts[1:], strict=True):
+        assert np.abs(together["logits"][0, first:last] - one["logits"][0]).max() < TOLERANCE
+        for name in one.keys() - {"logits"}:
+            assert np.abs(together[name][:, :, first:last] - one[name]).max() < TOLERANCE
+    # What it leaves out says that there is one request with everything.
+    whole = graph.run([parts[1]], graph.past(), segments=np.zeros((0, 4), np.int64))
+    assert (whole["logits"] == alone[1]["logits"]).all()
+
+
+@pytest.mark.parametrize("kernels", ["", "none"])
+def test_a_batch_of_any_lengths_shares_its_passes(bundle: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLM_KERNELS", kernels)
+    rng = np.random.default_rng(2)
+    given = [rng.integers(2, 150, length).tolist() for length in (1, 17, 30, 4, 11)]
+    with dlm_runtime.open(bundle, threads=1) as opened:
+        presets = ["sdar"] if opened.visible_block else ["llada", "fast-dllm"]
+        for preset in presets:
+            changes: dict[str, Any] = {"preset": preset, "max_new_tokens": 24, "stop": "none"}
+            alone = [opened.generate(tokens=tokens, **changes) for tokens in given]
+            together = opened.generate_batch(tokens=given, max_batch=4, **changes)
+            assert [(out.tokens, out.nfe) for out in together] == [(out.tokens, out.nfe) for out in alone]
+            made, sum_of_all = sum(together[0].passes.values()), sum(out.nfe for out in alone)
+            # By the definitions every request's scores would be over the rows of all: there they go in lockstep, if at all.
+            assert made < sum_of_all if not kernels else made == sum_of_all
