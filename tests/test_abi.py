@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_native import HEADER, SOURCE, STRICT, run, succeed, tool
+from test_native import HEADER, PRESENT, SOURCE, STRICT, run, succeed, tool
 
 import dlm_runtime
 from dlm_runtime import Policy, _native
@@ -86,12 +86,6 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     return Grown(include, sources, library)
 
 
-@pytest.fixture(scope="session")
-def present() -> Path:
-    """The library of this package."""
-    return Path(_native.library()._name)
-
-
 def _program(folder: Path, header: Path, library: Path, *flags: str) -> Path:
     """The program of that header, linked with that library."""
     (folder / "include").mkdir()
@@ -119,8 +113,8 @@ def _expected(bundle: Path, novelty: bool = False) -> list[str]:
 # ---- Ages ----
 
 
-def test_a_program_of_the_released_header_runs_with_this_library(present: Path, llada_bundle: Path, tmp_path: Path) -> None:
-    program = _program(tmp_path, RELEASED, present)
+def test_a_program_of_the_released_header_runs_with_this_library(llada_bundle: Path, tmp_path: Path) -> None:
+    program = _program(tmp_path, RELEASED, PRESENT)
     out = succeed(program, llada_bundle, "onnxruntime").splitlines()
     with dlm_runtime.open(llada_bundle) as bundle:
         done = bundle.generate(tokens=[3, 1], max_new_tokens=8, preset="fast-dllm")
@@ -141,10 +135,8 @@ def test_a_program_of_the_grown_header_gets_the_new_fields(grown: Grown, llada_b
     assert succeed(program, llada_bundle, "none").splitlines() == _expected(llada_bundle, novelty=True)
 
 
-def test_a_program_of_a_newer_header_is_refused_with_a_sentence(
-    grown: Grown, present: Path, llada_bundle: Path, tmp_path: Path
-) -> None:
-    program = _program(tmp_path, grown.include / "dlm_runtime.h", present)
+def test_a_program_of_a_newer_header_is_refused_with_a_sentence(grown: Grown, llada_bundle: Path, tmp_path: Path) -> None:
+    program = _program(tmp_path, grown.include / "dlm_runtime.h", PRESENT)
     out = succeed(program, llada_bundle, "none").splitlines()
     refusals = [line for line in out if "struct_size" in line]
     assert len(refusals) == 2  # a denoiser and options for opening; there is nothing to generate from

@@ -51,7 +51,7 @@ def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
     policy = Policy(
         cache=draw(st.sampled_from(("none", "block"))),
         block_length=draw(st.sampled_from((0, length))),
-        store="pass" if shift else draw(st.sampled_from(("pass", "reuse"))),
+        store="pass" if shift else draw(st.sampled_from(("pass", "reuse", "open"))),
     )
     sizes = [size for size in range(1, length + 1) if (policy.block_length or block) % size == 0]
     policy = replace(policy, sub_block_length=draw(st.sampled_from((0, *sizes))))
@@ -90,9 +90,13 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
             assert (span.first, span.last) == (stage.start, stage.end)
             assert span.first <= stored, "what is read is stored"
         else:
+            is_opening = span.last > stage.start
             assert span.first == stored, "what is stored lies behind what was"
-            assert decided[: span.last].all(), "and is finished"
-        if span.is_stored and opened != (stage.first, stage.last):
+            assert decided[: stage.start if is_opening else span.last].all(), "and is finished"
+            assert not is_opening or (policy.store == "open" and span.last == stage.end)
+        if policy.cache == "block" and policy.store == "open" and span.is_stored:
+            stored = stage.start if span.last == stage.end else span.last
+        elif span.is_stored and opened != (stage.first, stage.last):
             stored = span.last
         assert stage.start % size == 0
         assert stage.end == min(stage.start + size, length)
@@ -128,7 +132,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         changes["block_length"] = block * draw(st.integers(1, 3))
     if not shift and policy.cache == "block" and draw(st.booleans()):
-        changes["store"] = "reuse"
+        changes["store"] = draw(st.sampled_from(("reuse", "open")))
     elif policy.cache == "block" and policy.remask == "none" and "block_length" not in changes and draw(st.booleans()):
         changes["cache"] = "block-dual"
         changes["sub_block_length"] = draw(st.sampled_from([size for size in range(1, block + 1) if block % size == 0]))
@@ -188,6 +192,26 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
         assert 0 < out.passes["store"] <= 4
 
 
+@pytest.mark.parametrize("name", [name for name in BLOCK_CAUSAL if preset(name, 4, 0) is not None])
+@pytest.mark.parametrize("block", [2, 4, 6])
+def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_canvas(name: str, block: int) -> None:
+    policy = preset(name, block, 0)
+    assert policy is not None
+    for prompt_length in range(1, 2 * block + 2):
+        denoiser = seeded(network_of(block), prompt_length)
+        request = {"tokens": [8 + i for i in range(prompt_length)], "max_new_tokens": 3 * block + 1} | policy.as_dict()
+        with under_native_loop(denoiser) as bundle:
+            stored, opened = (bundle.generate(**request | {"store": store}) for store in ("pass", "open"))
+            both = bundle.generate_batch(**request | {"tokens": [request["tokens"]] * 2, "store": "open"})
+        assert opened.tokens == stored.tokens
+        # Where the first part of a block is given, there is nothing to open: it is stored by itself.
+        is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
+        saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
+        assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
+        assert opened.passes["store"] == stored.passes["store"] > 0
+        assert [one.tokens for one in both] == [opened.tokens] * 2
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize(
@@ -238,7 +262,7 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
     block=st.integers(1, 5),
     shift=st.integers(0, 1),
     name=st.sampled_from(BLOCK_CAUSAL),
-    cache=st.sampled_from(("block", "block-dual")),
+    cache=st.sampled_from(("block", "open", "block-dual")),
     prompts=st.lists(st.integers(5, 9), min_size=2, max_size=5),
     most=st.integers(1, 4),
 )
@@ -249,7 +273,9 @@ def test_a_batch_gives_each_request_what_it_gets_alone(
     policy = preset(name, block, shift)
     if policy is None:
         return
-    if policy.remask == "none":
+    if cache == "open" and not shift:
+        policy = policy.with_fields({"store": "open"})
+    elif cache == "block-dual" and policy.remask == "none":
         policy = policy.with_fields({"cache": cache})
     denoiser, length = seeded(network_of(block, shift), block), 20
     tokens = [[*range(8, 8 + prompt), *[99] * (length - prompt)] for prompt in prompts]
@@ -385,7 +411,7 @@ def test_a_block_that_holds_an_end_token_is_the_last() -> None:
             'cache = "block-dual" keeps rows .* as do 4 positions .* block_length = 4, or',
         ),
         ({"cache": "block-dual", "remask": "edit"}, 'remask = "edit" looks at a whole block again'),
-        ({"cache": "block-dual", "store": "reuse"}, 'store = "reuse" is of cache = "block", not of "block-dual"'),
+        ({"cache": "block-dual", "store": "open"}, 'store = "open" is of cache = "block", not of "block-dual"'),
     ],
 )
 def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields: dict[str, Any], sentence: str) -> None:
@@ -402,6 +428,7 @@ def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields:
         ({"sub_block_length": 8}, None, "sub_block_length = 8 is for block-causal attention"),
         ({"remask": "edit", "cache": "block"}, 1, 'remask = "edit" predicts every position of a block by its own row'),
         ({"store": "reuse", "cache": "block"}, 1, 'store = "reuse" leaves out the pass that predicts'),
+        ({"store": "open", "cache": "block"}, 1, 'store = "open" leaves out the pass that predicts'),
     ],
 )
 def test_policies_of_other_denoisers_are_refused(fields: dict[str, Any], shift: int | None, sentence: str) -> None:

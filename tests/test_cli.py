@@ -104,3 +104,9 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 )
 def test_run_asks_for_one_kind_of_input(llada_bundle: Path, arguments: tuple[str, ...]) -> None:
     assert invoke("run", llada_bundle, *arguments).exit_code == 2
+
+
+def test_the_text_of_a_file_in_its_names_place_is_told_from_a_missing_file(llada_bundle: Path) -> None:
+    refused = invoke("run", llada_bundle, "--tokens", "1", "--schema", '{"type": "object"}')
+    assert refused.exit_code == 2
+    assert "this is JSON, and the option takes the file that it is in" in refused.stderr

@@ -180,3 +180,10 @@ def test_levels_are_fitted_again_in_the_place_of_others(fitted: Path, tmp_path: 
     assert refused.exit_code == 2
     assert "has no threshold to fit" in refused.stderr
     assert read_manifest(copied)["effort"] == told
+
+
+def test_a_build_says_that_levels_of_its_source_do_not_hold_for_it(fitted: Path, tmp_path: Path) -> None:
+    done = invoke("build", fitted, "-o", tmp_path / "fp16", "--precision", "fp16", "--no-verify")
+    assert done.exit_code == 0, done.output
+    assert f"the effort levels of {fitted} were fitted to it and are not in this bundle" in " ".join(done.stderr.split())
+    assert "effort" not in read_manifest(tmp_path / "fp16")["loop"]

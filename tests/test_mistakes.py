@@ -120,6 +120,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "bench": "BUNDLE --threads -1",
             "plan": "BUNDLE --targets cpu --batch -1",
             "targets": "--batch -1",
+            "embed": "--batch -1",
         },
     ),
     "a preset that is not there": (

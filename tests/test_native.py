@@ -1,14 +1,17 @@
 """The native library as C programs meet it: built with sanitizers, installed, linked, and walked down every error path.
 
-Builds live in build/native-asan and build/native-release, so that only the first run compiles everything.
+Builds live in build/native-asan and, for slow tests, build/native-release, so that only the first run compiles everything.
+What is installed is what the package brings.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,9 +20,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import dlm_runtime
-from dlm_runtime import _native
+from dlm_export.cli import main
+from dlm_runtime import _native, embedding
 
 REPOSITORY = Path(__file__).parent.parent
 SOURCE = REPOSITORY / "runtime" / "native"
@@ -27,6 +32,8 @@ HEADER = SOURCE / "include" / "dlm_runtime.h"
 EXAMPLE = REPOSITORY / "examples" / "embed"
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic"]
 SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+PRESENT = Path(_native.library()._name)  # the library of this package
+LOADERS = {"ld-linux-x86-64", "ld-linux-aarch64"}
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
 # Programs installed into the environment (pip install cmake ninja) come before the system's.
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -144,16 +151,9 @@ def sanitized() -> Path:
 
 @pytest.fixture(scope="session")
 def release() -> Path:
-    """A build folder: the library as users get it, with debug information for valgrind."""
-    return build(REPOSITORY / "build" / "native-release", "-DCMAKE_BUILD_TYPE=RelWithDebInfo")
-
-
-@pytest.fixture(scope="session")
-def prefix(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `cmake --install` put everything; not where the build was configured for."""
-    folder = tmp_path_factory.mktemp("native") / "prefix"
-    succeed(tool("cmake"), "--install", release, "--prefix", folder)
-    return folder
+    """A build folder: the library as CMake makes it without Python, with debug information for valgrind. For slow tests: what
+    the package brings is there already."""
+    return build(REPOSITORY / "build" / "native-release", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_STATIC_LIBSTDCXX=ON")
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ def test_onnxruntime_leaves_nothing_in_the_home_folder(
 # ---- The ABI ----
 
 
-def test_library_exports_the_functions_of_its_header_and_the_entry_for_operators_alone(release: Path) -> None:
-    listing = succeed(tool("nm"), "-D", "--defined-only", "--format=posix", release / "libdlm_runtime.so")
+def test_library_exports_the_functions_of_its_header_and_the_entry_for_operators_alone() -> None:
+    listing = succeed(tool("nm"), "-D", "--defined-only", "--format=posix", PRESENT)
     for_onnxruntime = "RegisterCustomOps"  # the name that it looks for
     assert sorted(line.split()[0] for line in listing.splitlines()) == sorted([*header_functions(), for_onnxruntime])
 
@@ -323,6 +323,7 @@ def test_ctypes_structs_are_laid_out_as_c_lays_them_out(tmp_path: Path) -> None:
     assert succeed(tmp_path / "layout").splitlines() == expected
 
 
+@pytest.mark.slow
 def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path) -> None:
     cache = (release / "CMakeCache.txt").read_text()
     found = re.search(r"^ONNXRUNTIME_C_API_DIR:PATH=(.*)$", cache, flags=re.MULTILINE)
@@ -336,34 +337,102 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
 # ---- Installed ----
 
 
-def test_installed_tree_is_complete(prefix: Path) -> None:
-    library = prefix / "lib" / "libdlm_runtime.so"
-    files = {str(path.relative_to(prefix)) for path in prefix.rglob("*") if not path.is_dir()}
-    version = re.search(r"project\(dlm_runtime VERSION ([0-9.]+)", (SOURCE / "CMakeLists.txt").read_text())
-    assert version is not None
-    assert files >= {"include/dlm_runtime.h", "lib/pkgconfig/dlm_runtime.pc", "lib/cmake/dlm_runtime/dlm_runtimeConfig.cmake"}
-    assert library.resolve().name == f"libdlm_runtime.so.{version[1]}"
-    soname = re.search(r"\(SONAME\).*\[(.+)\]", succeed(tool("readelf"), "-d", library))
-    assert soname is not None
-    assert soname[1] == "libdlm_runtime.so.0"
-    assert (prefix / "lib" / soname[1]).exists()
+def _needed(library: Path) -> set[str]:
+    """The shared libraries that a library or program asks the loader for."""
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", succeed(tool("readelf"), "-d", library)))
+
+
+def test_package_brings_what_a_compiler_needs() -> None:
+    prefix = embedding.prefix()
+    files = {str(path.relative_to(prefix)) for folder in ("include", "lib") for path in (prefix / folder).rglob("*")}
+    expected = {"libdlm_runtime.a", "pkgconfig/dlm_runtime.pc", "pkgconfig/dlm_runtime-static.pc"}
+    assert files >= {f"lib/{name}" for name in (*expected, "cmake/dlm_runtime/dlm_runtimeConfig.cmake", PRESENT.name)}
     assert (prefix / "include" / "dlm_runtime.h").read_bytes() == HEADER.read_bytes()
+    soname = re.search(r"\(SONAME\).*\[(.+)\]", succeed(tool("readelf"), "-d", PRESENT))
+    assert soname is not None
+    assert soname[1] == f"libdlm_runtime.so.{_native.ABI_VERSION}"
+    assert {name.split(".so")[0] for name in _needed(PRESENT)} <= {"libstdc++", "libm", "libgcc_s", "libc", "libdl", *LOADERS}
+    assert PRESENT.stat().st_size < 2_000_000
 
 
-def test_pkg_config_file_builds_the_example(prefix: Path, request_of_example: Request, tmp_path: Path) -> None:
+def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
+    listing = succeed(tool("nm"), "-g", "--defined-only", "--format=posix", embedding.prefix() / "lib" / "libdlm_runtime.a")
+    names = [words[0] for line in listing.splitlines() if len(words := line.split()) > 1]
+    assert sorted(names) == sorted([*header_functions(), "RegisterCustomOps"])
+
+
+def test_static_library_keeps_its_names_from_a_programs_own(demo_bundle: Path, tmp_path: Path) -> None:
+    """The program has functions and a class by names of ours, and the same templates of the C++ library."""
+    source = tmp_path / "names.cc"
+    source.write_text(
+        "#include <dlm_runtime.h>\n#include <cstdio>\n#include <map>\n#include <string>\n#include <vector>\n"
+        'namespace dlm { void fail(int, const char*, ...) { std::puts("mine"); } struct Engine { virtual ~Engine(); };\n'
+        'Engine::~Engine() { std::puts("my engine"); } }\n'
+        "int main(int, char** arguments) {\n"
+        "  std::map<std::string, std::vector<int>> many; many[arguments[1]].push_back(1);\n"
+        '  { dlm::Engine engine; }\n  dlm::fail(1, "");\n  char why[512];\n  dlm_bundle* bundle;\n'
+        '  std::puts(dlm_status_name(dlm_bundle_open("/nowhere", nullptr, why, sizeof why, &bundle)));\n'
+        "  std::puts(dlm_status_name(dlm_bundle_open(arguments[1], nullptr, why, sizeof why, &bundle)));\n"
+        "  dlm_bundle_destroy(bundle);\n}\n"
+    )
+    flags = shlex.split(f"{embedding.cflags()} {embedding.libs(static=True)}")
+    succeed(tool("g++"), "-std=c++17", source, *flags, "-o", tmp_path / "names")
+    assert succeed(tmp_path / "names", demo_bundle).split("\n") == ["my engine", "mine", "NOT_FOUND", "OK", ""]
+
+
+@pytest.mark.parametrize("how", ["shared", "static"])
+def test_embed_command_says_how_the_example_is_built(request_of_example: Request, tmp_path: Path, how: str) -> None:
+    asked = ["embed", "--cflags", "--libs", *(["--static"] if how == "static" else [])]
+    flags = shlex.split(CliRunner().invoke(main, asked, catch_exceptions=False).stdout)
+    succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
+    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
+    assert (PRESENT.name in _needed(tmp_path / "generate")) == (how == "shared")
+
+
+def test_embed_command_prints_each_path_and_all_of_them() -> None:
+    def told(*options: str) -> str:
+        return CliRunner().invoke(main, ["embed", *options], catch_exceptions=False).output
+
+    everything = json.loads(told("--json"))
+    assert told("--prefix").strip() == everything["prefix"] == str(embedding.prefix())
+    assert Path(told("--engine").strip()).is_file()
+    assert (Path(told("--cmake-dir").strip()) / "dlm_runtimeConfig.cmake").is_file()
+    assert (Path(told("--pkg-config-dir").strip()) / "dlm_runtime.pc").is_file()
+    assert "--static says how to link: give --libs with it" in told("--static")
+    assert "pkg config dir" in told()
+
+
+@pytest.mark.parametrize("name", ["dlm_runtime", "dlm_runtime-static"])
+def test_pkg_config_file_builds_the_example(request_of_example: Request, tmp_path: Path, name: str) -> None:
     pkg_config = shutil.which("pkg-config", path=TOOLS)
     if pkg_config is None:
         pytest.skip("pkg-config is not installed")
-    flags = succeed(pkg_config, "--cflags", "--libs", "dlm_runtime", PKG_CONFIG_PATH=str(prefix / "lib" / "pkgconfig")).split()
+    folder = embedding.prefix() / "lib"
+    flags = succeed(pkg_config, "--cflags", "--libs", name, PKG_CONFIG_PATH=str(folder / "pkgconfig")).split()
     succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
-    out = succeed(tmp_path / "generate", *request_of_example.arguments, LD_LIBRARY_PATH=str(prefix / "lib"))
+    out = succeed(tmp_path / "generate", *request_of_example.arguments, LD_LIBRARY_PATH=str(folder))
     assert out == request_of_example.answer + "\n"
 
 
-def test_cmake_package_builds_the_example(prefix: Path, request_of_example: Request, tmp_path: Path) -> None:
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DCMAKE_PREFIX_PATH={prefix}"]
+def test_cmake_package_builds_the_example(request_of_example: Request, tmp_path: Path) -> None:
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DCMAKE_PREFIX_PATH={embedding.prefix()}"]
     succeed(tool("cmake"), "-S", EXAMPLE, "-B", tmp_path, *generator)
     succeed(tool("cmake"), "--build", tmp_path)
+    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
+
+
+@pytest.mark.slow
+def test_what_cmake_installs_without_python_is_whole(release: Path, request_of_example: Request, tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"  # not the one that the build was configured for
+    succeed(tool("cmake"), "--install", release, "--prefix", prefix)
+    library = prefix / "lib" / "libdlm_runtime.so"
+    version = re.search(r"project\(dlm_runtime VERSION ([0-9.]+)", (SOURCE / "CMakeLists.txt").read_text())
+    assert version is not None
+    assert library.resolve().name == f"libdlm_runtime.so.{version[1]}"
+    assert (prefix / "lib" / PRESENT.name).is_symlink()
+    assert "libstdc++.so.6" not in _needed(library)  # inside, as was asked for
+    flags = ["-I", str(prefix / "include"), "-L", str(prefix / "lib"), "-ldlm_runtime", f"-Wl,-rpath,{prefix / 'lib'}"]
+    succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
     assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
 
 

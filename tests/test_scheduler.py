@@ -123,6 +123,11 @@ def test_more_than_may_wait_are_refused_and_nothing_is_lost(demo: Bundle) -> Non
         assert scheduler.stats.finished == len(jobs)
 
 
+def test_a_prompt_that_is_no_text_is_refused(demo: Bundle) -> None:
+    with demo.scheduler() as scheduler, pytest.raises(RequestError, match="prompt = '5' is no text: give a str, or tokens"):
+        scheduler.submit(prompt=5)  # type: ignore[arg-type]
+
+
 def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
     with demo.scheduler(max_running=4) as scheduler:
         long = {"prompt": "go", "max_new_tokens": 400, "preset": "llada", "stop": "none"}

@@ -220,6 +220,12 @@ def _report(
         )
     if quantised is not None:
         warnings += experts.doubts(quantised.numbers.reached)
+    levels = None if proof is None else proof.levels
+    if job.source.has_effort and levels is None:
+        warnings.append(
+            f"the effort levels of {job.source.path} were fitted to it and are not in this bundle: "
+            f"`dlm-export effort {output} --data FILE` fits some"
+        )
     warnings += [f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings]
     elsewhere = [target for target in request.targets if target.engine_kinds and target.name not in request.builders]
     return BuildReport(
@@ -235,7 +241,7 @@ def _report(
         parity=None if proof is None else proof.parity,
         judgement=None if proof is None else proof.judgement,
         threshold=None if proof is None else proof.threshold,
-        levels=None if proof is None else proof.levels,
+        levels=levels,
         cache=None if proof is None else proof.cache,
         curve=[] if quantised is None else quantised.curve,
         tuning=None if quantised is None else quantised.tuning,

@@ -45,6 +45,8 @@ class Source:
     """What was left out of a checkpoint, for people."""
     config_sha256: str | None = None
     """Of the checkpoint's config.json; None for a bundle that does not say."""
+    has_effort: bool = False
+    """Whether it is a bundle with effort levels, which hold for it alone."""
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
@@ -190,4 +192,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     parameters = BundleParameters(path, network, manifest["files"])
     config_sha256 = manifest.get("source", {}).get("config_sha256")
     default = manifest["loop"]["default_preset"]
-    return Source(path, network, parameters, text, presets, default, precision, config_sha256=config_sha256)
+    has_effort = "effort" in manifest["loop"]
+    return Source(
+        path, network, parameters, text, presets, default, precision, config_sha256=config_sha256, has_effort=has_effort
+    )

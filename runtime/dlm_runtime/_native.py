@@ -337,20 +337,25 @@ def error(status: int, message: bytes) -> DlmError:
     return _ERRORS.get(status, DlmError)(text)
 
 
+def package_folders() -> list[Path]:
+    """Where this package lies: one folder, or two of an editable install, where what was built is apart from the sources."""
+    spec = importlib.util.find_spec("dlm_runtime")
+    return [Path(folder) for folder in (spec.submodule_search_locations or [] if spec is not None else [])]
+
+
 @functools.cache
 def library() -> C.CDLL:
     """``libdlm_runtime``, loaded once: $DLM_RUNTIME_LIBRARY, or the one that was built with this package."""
     chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
-    spec = importlib.util.find_spec("dlm_runtime")
-    folders = list(spec.submodule_search_locations or []) if spec is not None else []
-    candidates = [Path(chosen)] if chosen else [Path(folder) / "libdlm_runtime.so" for folder in folders]
+    name = f"libdlm_runtime.so.{ABI_VERSION}"
+    candidates = [Path(chosen)] if chosen else [folder / "lib" / name for folder in package_folders()]
     for path in candidates:
         if path.is_file():
             loaded = C.CDLL(str(path))
             break
     else:
         raise EngineError(
-            f"libdlm_runtime.so is not in {', '.join(str(path) for path in candidates)}: reinstall dlm-export, or set "
+            f"{name} is not in {', '.join(str(path) for path in candidates)}: reinstall dlm-export, or set "
             "DLM_RUNTIME_LIBRARY to its path"
         )
     for name, (result, arguments) in _SIGNATURES.items():

@@ -119,6 +119,8 @@ class Request:
         elif bundle.tokenizer is None:
             raise RequestError("this bundle has no tokenizer: give tokens")
         elif prompt is not None:
+            if not isinstance(prompt, str):
+                raise RequestError(f"prompt = {str(prompt)[:40]!r} is no text: give a str, or tokens")
             self.given = bundle.tokenizer.encode(prompt)
         else:
             self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told)

@@ -1,9 +1,9 @@
 """The command line: arguments in, printed results and exit codes out. Everything it does is a function of another room.
 
 ``app`` is the command itself, with its errors and exit codes. A file for each group of commands parses and prints:
-``inspecting``, ``building``, ``judging``, ``capturing``, ``running`` (with ``watch``), ``planning``. ``options`` has what they
-share and makes the rooms' option dataclasses of it, ``printing`` tables and progress; ``optimum`` offers ``build`` to
-optimum-cli.
+``inspecting``, ``building``, ``judging``, ``fitting``, ``capturing``, ``running`` (with ``watch``), ``conversing``,
+``planning``, ``embedding``. ``options`` has what they share and makes the rooms' option dataclasses
+of it, ``printing`` tables and progress; ``optimum`` offers ``build`` to optimum-cli.
 """
 
 from dlm_export.cli.app import command, main

@@ -29,6 +29,8 @@ class _File(click.Path):
     """A file to read. No pipe, which could keep a command waiting for ever, and no device."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value).lstrip().startswith(("{", "[")) and not os.path.lexists(value):
+            self.fail("this is JSON, and the option takes the file that it is in.", param, ctx)
         path = super().convert(value, param, ctx)
         if os.path.lexists(path) and not os.path.isfile(path):
             self.fail(f"{click.format_filename(path)!r} is not a plain file.", param, ctx)

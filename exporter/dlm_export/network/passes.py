@@ -123,7 +123,8 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
 
 def _block_causal_stages(blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int) -> Iterator[Stage]:
-    """Before a block is decided, one pass stores what is finished before it. Without a cache nothing is stored.
+    """Before a block is decided, one pass stores what is finished before it, or that and the block as it is, which it opens
+    (``store=open``). Without a cache nothing is stored.
 
     The row before a block lies in that pass. A denoiser that predicts the next position (``shift``) decides the block's first
     one there, with a cache and without. Where a block has parts (``block-dual``), a pass over the block opens each of them,
@@ -133,22 +134,27 @@ def _block_causal_stages(blocks: list[_Block], undecided: np.ndarray, policy: Po
     has_cache, stored = policy.cache != "none", 0
     has_parts = policy.cache == "block-dual" and bool(policy.sub_block_length)
     for number, (start, end, steps) in enumerate(blocks):
+        size = policy.sub_block_length or end - start
+        firsts = range(start, end, size)
+        shares = [max(1, share) for share in transfer_counts(steps, len(firsts))]
         if has_cache and stored < start:
             kind = "store" if number else "prefill"
-            yield Stage(Span(stored, start, "append"), kind, False, start, start + shift, 1, start, end, False)
+            opened = min(start + size, end)
+            if policy.store == "open" and undecided[start:opened].any():
+                yield Stage(Span(stored, end, "append"), kind, False, start, opened, shares[0], start, end, False)
+            else:
+                yield Stage(Span(stored, start, "append"), kind, False, start, start + shift, 1, start, end, False)
         elif shift and start and not has_cache:
             yield Stage(Span(0, length, "drop"), "denoise", False, start, start + shift, 1, start, end, False)
         kept = "append" if policy.store == "reuse" else "drop"
         span = Span(start, end, kept) if has_cache else Span(0, length, "drop")
-        size = policy.sub_block_length or end - start
-        firsts = range(start, end, size)
-        for first, share in zip(firsts, transfer_counts(steps, len(firsts)), strict=True):
+        for first, share in zip(firsts, shares, strict=True):
             last = min(first + size, end)
             if has_parts and undecided[first:last].any():
-                yield Stage(Span(start, end, "append"), "prefill", False, first, last, max(1, share), start, end, False)
+                yield Stage(Span(start, end, "append"), "prefill", False, first, last, share, start, end, False)
             # A sub-block's first position is predicted by the row before it, which is then one of the span.
             now = Span(max(start, first - shift), last, "drop") if has_parts else span
-            yield Stage(now, "denoise", True, first, last, max(1, share), start, end, last == end)
+            yield Stage(now, "denoise", True, first, last, share, start, end, last == end)
         stored = end if policy.store == "reuse" else start
 
 

@@ -12,9 +12,10 @@ struct Block {
   int32_t steps;
 };
 
-const char* name_of(Cache cache) {
-  for (const Choice<Cache>& choice : Choices<Cache>::all)
-    if (choice.value == cache) return choice.name;
+template <class Value>
+const char* name_of(Value value) {
+  for (const Choice<Value>& choice : Choices<Value>::all)
+    if (choice.value == value) return choice.name;
   return "";
 }
 
@@ -88,8 +89,20 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks, const std
     // A denoiser that predicts the next position decides the block's first one by the row before it, which lies in the pass that
     // stores what is before the block; without a cache that is a pass of its own, so that canvases are equal.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
+    const int32_t size = policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
+    const int32_t count = (block.range.tokens() + size - 1) / size;
+    const auto steps_of = [&](int32_t number) { return std::max(1, even_count(block.steps, number, count)); };
+    const Range opened{start, std::min(start + size, end)};
+    const bool is_opened = policy.store == Store::open && has_undecided(undecided, opened);
     while (has_cache && stored < start) {
-      const int32_t last = stored + tokens_at_once(engine, start - stored, stored, visible_block);
+      const int32_t wanted = is_opened ? end : start;
+      const int32_t at_once = stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
+      if (is_opened && at_once == end) {  // with the block's own rows, in whose place later passes over it put theirs
+        plan.push_back({{stored, end}, stored, CacheUse::append, before, false, opened, steps_of(0), block.range, false});
+        stored = start;
+        break;
+      }
+      const int32_t last = std::min(at_once, start);
       const Range decided{start, last == start ? start + shift : start};
       plan.push_back({{stored, last}, stored, CacheUse::append, before, false, decided, 1, block.range, false});
       stored = last;
@@ -99,11 +112,9 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks, const std
     const Range rows = has_cache ? block.range : whole;
     const int32_t cached = has_cache ? start : 0;
     const CacheUse use = policy.store == Store::reuse ? CacheUse::append : cached > 0 ? CacheUse::read : CacheUse::none;
-    const int32_t size = policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
-    const int32_t count = (block.range.tokens() + size - 1) / size;
     for (int32_t number = 0; number < count; ++number) {
       const Range decided{start + number * size, std::min(start + (number + 1) * size, end)};
-      const int32_t steps = std::max(1, even_count(block.steps, number, count));
+      const int32_t steps = steps_of(number);
       if (!has_parts) {
         plan.push_back({rows, cached, use, PassKind::denoise, true, decided, steps, block.range, number == count - 1});
         continue;
@@ -166,10 +177,11 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"edit\" predicts every position of a block by its own row, and this denoiser's rows predict the next "
          "position: use remask = \"none\"");
-  if (policy.store == Store::reuse)
+  if (policy.store != Store::pass)
     fail(DLM_UNSUPPORTED,
-         "policy: store = \"reuse\" leaves out the pass that predicts a block's first position, and this denoiser's rows predict the "
-         "next position: use store = \"pass\"");
+         "policy: store = \"%s\" leaves out the pass that predicts a block's first position, and this denoiser's rows predict the "
+         "next position: use store = \"pass\"",
+         name_of(policy.store));
   return policy;
 }
 

@@ -75,8 +75,8 @@ Policy check_policy(const dlm_policy& given) {
     fail(DLM_INVALID_ARGUMENT,
          "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = \"prefix\" or \"dual\", or refresh = 0",
          out.refresh, policy.cache);
-  if (out.store == Store::reuse && out.cache != Cache::block)
-    fail(DLM_INVALID_ARGUMENT, "policy: store = \"reuse\" is of cache = \"block\", not of \"%s\"", policy.cache);
+  if (out.store != Store::pass && out.cache != Cache::block)
+    fail(DLM_INVALID_ARGUMENT, "policy: store = \"%s\" is of cache = \"block\", not of \"%s\"", policy.store, policy.cache);
   if (out.select == Select::argmax && out.temperature > 0)
     fail(DLM_INVALID_ARGUMENT, "policy: temperature = %.10g is of select = \"sample\": choose that, or temperature = 0", out.temperature);
   if (out.select == Select::sample && out.temperature == 0)

@@ -30,7 +30,7 @@ enum class Cache { none, prefix, dual, block, block_dual };
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
 enum class Stop { eos, none };
-enum class Store { pass, reuse };
+enum class Store { pass, reuse, open };
 enum class ScoreOf { prediction, draw, marginal };
 
 // How callers spell a value of an enum.
@@ -83,7 +83,7 @@ struct Choices<Stop> {
 };
 template <>
 struct Choices<Store> {
-  static constexpr Choice<Store> all[] = {{"pass", Store::pass}, {"reuse", Store::reuse}};
+  static constexpr Choice<Store> all[] = {{"pass", Store::pass}, {"reuse", Store::reuse}, {"open", Store::open}};
 };
 template <>
 struct Choices<ScoreOf> {

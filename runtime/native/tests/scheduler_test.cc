@@ -177,6 +177,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
     policy.block_length = 0;
     policy.sub_block_length = any_of<int32_t>(random, {0, visible_block / 2});
     if (shift == 0 && std::string(policy.cache) == "block" && random() % 3 == 0) policy.remask = "edit";
+    if (shift == 0 && std::string(policy.cache) == "block") policy.store = any_of<const char*>(random, {"pass", "open", "reuse"});
   } else {
     policy.cache = any_of<const char*>(random, {"none", "prefix", "dual", "dual"});
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
