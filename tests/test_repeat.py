@@ -83,7 +83,7 @@ def described(graph: ir.Graph) -> dict[str, Any]:
         pytest.param(DREAM, "bf16", False, id="dream", marks=pytest.mark.slow),
         pytest.param(replace(DREAM, tied_head=True), "fp32", True, id="dream-tied-plain", marks=pytest.mark.slow),
         pytest.param(MIXED, "fp32", False, id="mixed"),
-        pytest.param(MIXED, "bf16", True, id="mixed-plain"),
+        pytest.param(MIXED, "bf16", True, id="mixed-plain", marks=pytest.mark.slow),
     ],
 )
 def test_repeated_layers_are_the_traced_ones(
