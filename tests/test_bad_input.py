@@ -697,7 +697,7 @@ def test_a_missing_engine_is_named_with_what_to_do(
     llada_bundle: Path, llada_checkpoint: Path, out: Path, traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLM_ONNXRUNTIME", "/nonexistent/libonnxruntime.so")
-    says = ("cannot load ONNX Runtime from $DLM_ONNXRUNTIME: /nonexistent/libonnxruntime.so", "Install it with pip")
+    says = ("cannot load ONNX Runtime from $DLM_ONNXRUNTIME: /nonexistent/libonnxruntime.so", "Python finds what pip installs")
     _fails("run", llada_bundle, "--tokens", "1", code=1, says=says)
     _build_fails(llada_checkpoint, out, code=1, says=says)
 

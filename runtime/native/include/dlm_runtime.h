@@ -456,8 +456,8 @@ DLM_API dlm_status dlm_scheduler_create(dlm_bundle *bundle, const dlm_scheduler_
 DLM_API void dlm_scheduler_destroy(dlm_scheduler *scheduler);
 
 /* Hands a request in, from any thread; tokens [count] and options are as of dlm_session_start, and the deadline counts from now.
- * on_step is called on the thread that makes the passes, and must neither wait for a job nor run or destroy the scheduler; anything
- * but 0 ends its request with DLM_CANCELLED. automaton and given are as of dlm_session_constrain_from; NULL and 0: no constraint. BUSY
+ * on_step is called on the thread that makes the passes, until the request is done, also where its job was destroyed before: `user`
+ * lives that long. It must neither wait for a job nor run or destroy the scheduler; anything but 0 ends its request with DLM_CANCELLED. automaton and given are as of dlm_session_constrain_from; NULL and 0: no constraint. BUSY
  * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler *scheduler, const dlm_generate_options *options,
                                         const dlm_automaton *automaton, int32_t given, const int32_t *tokens, size_t count,
@@ -503,7 +503,8 @@ DLM_API const char *dlm_job_message(const dlm_job *job);
 /* Ends it within one pass with what it has, DLM_FINISH_CANCELLED. From any thread, also from callbacks. */
 DLM_API void dlm_job_cancel(dlm_job *job);
 
-/* Cancels it too, where it is not done. It may outlive its scheduler. */
+/* Cancels it too, where it is not done: the pass that is being made may still call its on_step. Where that matters, dlm_job_cancel and
+ * dlm_job_wait come before. It may outlive its scheduler. */
 DLM_API void dlm_job_destroy(dlm_job *job);
 
 /* ---- Text ------------------------------------------------------------------------------------------------------------ */

@@ -393,7 +393,7 @@ void check_hash(const FileHash& file) {
 std::shared_ptr<const Text> read_text(const Manifest& manifest) {
   const std::string& path = manifest.text_path;
   if (path.empty())
-    fail(DLM_UNSUPPORTED, "this bundle holds no compiled text: %s. Python's runtime takes its text, if it has any",
+    fail(DLM_UNSUPPORTED, "this bundle holds no compiled text: %s. Give token ids instead, or use Python, which runs any tokenizer",
          manifest.text_refusal.c_str());
   const int64_t bytes = file_bytes(path);
   if (bytes > kTextLimitBytes) fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for it", path.c_str(), static_cast<long long>(bytes));

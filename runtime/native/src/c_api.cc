@@ -27,8 +27,8 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
   const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
   const size_t length = count + static_cast<size_t>(new_tokens);
   if (count > longest || length > longest)
-    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu", length,
-              count, new_tokens, longest);
+    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: give fewer, or a smaller "
+              "max_new_tokens", length, count, new_tokens, longest);
   if (length == 0) dlm::fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
   std::vector<int32_t> canvas(length, denoiser.mask_token_id);
   for (size_t i = 0; i < count; ++i) {

@@ -43,7 +43,7 @@ size_t role_of(const TextFile& file, const std::string& where, std::string_view 
 }
 
 [[noreturn]] void refuse(const std::string& where, const std::string& reason) {
-  fail(DLM_UNSUPPORTED, "%s: %s. Python's encode_chat runs the template itself", where.c_str(), reason.c_str());
+  fail(DLM_UNSUPPORTED, "%s: %s. Render the chat in your program, or in Python, which runs the template itself", where.c_str(), reason.c_str());
 }
 
 std::string_view content_of(const TextFile& file, const std::string& where, size_t context, std::string_view content) {
@@ -66,7 +66,7 @@ std::string_view content_of(const TextFile& file, const std::string& where, size
 
 std::string render_chat(const TextFile& file, const std::vector<ChatMessage>& messages) {
   if (file.roles.size == 0)
-    fail(DLM_UNSUPPORTED, "this bundle holds no compiled chat: %s",
+    fail(DLM_UNSUPPORTED, "this bundle holds no compiled chat: %s. Give a prompt or tokens instead, or the chat in Python, which runs any template",
          file.chat_strings.size() > 0 ? std::string(file.chat_strings[0]).c_str() : "it has no chat template");
   if (messages.empty()) fail(DLM_INVALID_ARGUMENT, "the chat has no messages");
   std::string out;

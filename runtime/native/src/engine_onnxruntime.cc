@@ -30,9 +30,12 @@ namespace dlm {
 namespace {
 
 constexpr char kAdvice[] =
-    "Install it with pip (onnxruntime) or from the system (Debian: libonnxruntime), or set DLM_ONNXRUNTIME to its path.";
+    "Python finds what pip installs (onnxruntime). A C program finds the system's (Debian: libonnxruntime); of any other, pip's too, "
+    "give the path of libonnxruntime.so: engine_library of dlm_open_options, or DLM_ONNXRUNTIME.";
 
-constexpr char kGpuAdvice[] = "Install it with pip (onnxruntime-gpu), or set DLM_ONNXRUNTIME to its path.";
+constexpr char kGpuAdvice[] =
+    "Python finds what pip installs (onnxruntime-gpu). In C give the path of its libonnxruntime.so: engine_library of "
+    "dlm_open_options, or DLM_ONNXRUNTIME.";
 
 // ---- The library ----
 
