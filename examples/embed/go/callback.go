@@ -1,0 +1,29 @@
+package dlm
+
+// #include <stddef.h>
+// #include <stdint.h>
+import "C"
+
+import "runtime/cgo"
+
+// listener is what C hands back: the caller's function, and what it panicked with.
+type listener struct {
+	onText   func(delta string) bool
+	panicked any
+}
+
+// No panic may cross C: it is kept, and ends the request.
+//
+//export dlmGoOnText
+func dlmGoOnText(user C.uintptr_t, delta *C.char, size C.size_t) (end C.int32_t) {
+	heard := cgo.Handle(user).Value().(*listener)
+	defer func() {
+		if panicked := recover(); panicked != nil {
+			heard.panicked, end = panicked, 1
+		}
+	}()
+	if heard.onText != nil && !heard.onText(C.GoStringN(delta, C.int(size))) {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,3 @@
+module example.com/dlm
+
+go 1.19

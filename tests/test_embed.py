@@ -1,0 +1,500 @@
+"""Every example of embedding the runtime, built as its page says and run: C and C++ under sanitizers, Rust, Go, the service.
+
+What an example needs beside the library is not everywhere: g++ comes with every compiler that this project builds with, cargo,
+go, libmicrohttpd and jansson do not, and their tests are skipped by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_native import (  # noqa: F401  (fixtures)
+    EXAMPLE,
+    HEADER,
+    NEW_TOKENS,
+    PROMPT,
+    SANITIZE,
+    TOOLS,
+    Request,
+    compile_c,
+    request_of_example,
+    run,
+    sanitized,
+    succeed,
+    tool,
+)
+
+import dlm_runtime
+from dlm_runtime import _native, embedding
+
+STRICT_CXX = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pedantic", "-Wconversion"]
+LEAKS = {"ASAN_OPTIONS": "detect_leaks=1"}
+PROMPTS = ["turn on the kitchen lights", "play jazz", "lock the front door please"]
+LIMITS = ["--max-tokens", "400", "--body-bytes", "4096", "--deadline-ms", "600000", "--drain-ms", "600000"]
+CHAT = {"messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": NEW_TOKENS}
+
+
+def found(name: str) -> str:
+    """A program that not every machine has."""
+    path = shutil.which(name, path=TOOLS)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def compile_cxx(output: Path, source: Path, library: Path) -> Path:
+    link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}", "-pthread"]
+    succeed(tool("g++"), *STRICT_CXX, *SANITIZE, "-I", HEADER.parent, source, "-o", output, *link)
+    return output
+
+
+@pytest.fixture(scope="session")
+def answers(demo_bundle: Path) -> dict[str, str]:
+    """What Python makes of the prompts, and of each as a chat under ``chat: PROMPT``."""
+    out = {}
+    with dlm_runtime.open(demo_bundle) as bundle:
+        for prompt in PROMPTS:
+            out[prompt] = bundle.generate(prompt=prompt, max_new_tokens=NEW_TOKENS).text
+            chat = [{"role": "user", "content": prompt}]
+            out[f"chat: {prompt}"] = bundle.generate(chat=chat, max_new_tokens=NEW_TOKENS).text
+    assert all(out.values())
+    return out
+
+
+# ---- C ----
+
+
+@pytest.fixture(scope="session")
+def cancel(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    return compile_c(tmp_path_factory.mktemp("embed") / "cancel", EXAMPLE / "cancel.c", sanitized, *SANITIZE)
+
+
+def test_a_request_that_nobody_ends_comes_to_its_end(cancel: Path, demo_bundle: Path, answers: dict[str, str]) -> None:
+    done = run(cancel, demo_bundle, str(NEW_TOKENS), "1000", PROMPTS[0], **LEAKS)
+    assert (done.returncode, done.stdout) == (0, answers[PROMPTS[0]] + "\n"), done.stderr
+    assert re.fullmatch(r"(stop|length): \d+ passes, 0 positions undecided\n", done.stderr)
+
+
+def test_a_request_whose_time_is_over_is_ended_by_another_thread(cancel: Path, demo_bundle: Path) -> None:
+    done = run(cancel, demo_bundle, "400", "0", PROMPTS[0], **LEAKS)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"cancelled: \d+ passes, [1-9]\d* positions undecided\n", done.stderr)
+
+
+def test_ctrl_c_ends_a_request_with_what_it_has(cancel: Path, demo_bundle: Path) -> None:
+    environment = os.environ | LEAKS | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
+    command = [cancel, demo_bundle, "400", "1000", PROMPTS[0]]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while not int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16) & 1 << signal.SIGINT - 1:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)  # which waits until somebody takes it
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert re.fullmatch(r"cancelled: \d+ passes, [1-9]\d* positions undecided\n", said)
+
+
+def test_threads_come_to_what_one_session_comes_to(
+    sanitized: Path,  # noqa: F811
+    demo_bundle: Path,
+    answers: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    threads = compile_c(tmp_path / "threads", EXAMPLE / "threads.c", sanitized, *SANITIZE)
+    lines = succeed(threads, demo_bundle, str(NEW_TOKENS), "6", *PROMPTS, **LEAKS).splitlines()
+    assert lines[:3] == [answers[prompt] for prompt in PROMPTS]
+    assert re.fullmatch(r"sessions: 6 requests in .*, 0 not as alone", lines[4])
+    assert re.fullmatch(r"scheduler: 6 requests in .*, 0 not as alone", lines[5])
+    assert "usage: threads" in run(threads, demo_bundle, "0", "6", "x").stderr
+    assert "NOT_FOUND: /no/such" in run(threads, "/no/such", "8", "6", "x", **LEAKS).stderr
+
+
+@pytest.mark.slow
+def test_sixty_four_sessions_share_the_weights(demo_bundle: Path, tmp_path: Path) -> None:
+    """Memory grows by canvases and passes, not by weights."""
+    threads = compile_c(tmp_path / "threads", EXAMPLE / "threads.c", embedding.prefix() / "lib", "-O2")
+
+    def peak(count: int) -> int:
+        """Bytes that the program held at most."""
+        environment = os.environ | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
+        command = [threads, demo_bundle, "32", str(count), *PROMPTS]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        out = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.stdout.close()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, out
+        assert f"sessions: {count} requests" in out
+        assert out.count(", 0 not as alone") == 2
+        return usage.ru_maxrss << 10
+
+    weights = (demo_bundle / "denoiser.onnx.data").stat().st_size
+    alone, together = peak(1), peak(64)
+    print(f"{alone >> 20} MiB with one session, {together >> 20} MiB with 64; {weights >> 20} MiB of weights")
+    assert together - alone < 63 * weights / 4
+
+
+# ---- C++ ----
+
+
+def test_what_the_cpp_header_promises_holds(sanitized: Path, tmp_path: Path) -> None:  # noqa: F811
+    driver = compile_cxx(tmp_path / "cpp_driver", Path(__file__).parent / "cpp_driver.cc", sanitized)
+    out = succeed(driver, **LEAKS)
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE), out
+
+
+def test_cpp_example_answers_as_python_does(
+    sanitized: Path,  # noqa: F811
+    demo_bundle: Path,
+    answers: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    converse = compile_cxx(tmp_path / "converse", EXAMPLE / "converse.cc", sanitized)
+    lines = succeed(converse, demo_bundle, str(NEW_TOKENS), *PROMPTS, **LEAKS).splitlines()
+    assert lines[0:6:2] == [answers[f"chat: {prompt}"] for prompt in PROMPTS]
+    assert re.fullmatch(r"3 requests in \d+ shared passes, 0 not as alone", lines[6])
+    done = run(converse, "/no/such/bundle", "8", "x", **LEAKS)
+    assert (done.returncode, done.stderr.split(": ")[:3]) == (1, ["converse", "NOT_FOUND", "/no/such/bundle"])
+
+
+# ---- Rust and Go ----
+
+
+def test_rust_example_answers_as_python_does(
+    demo_bundle: Path,
+    request_of_example: Request,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    cargo, pkg_config = found("cargo"), found("pkg-config")
+    variables = {
+        "CARGO_TARGET_DIR": str(tmp_path),
+        "CARGO_HOME": os.environ.get("CARGO_HOME", str(Path.home() / ".cargo")),
+        "PKG_CONFIG": pkg_config,
+        "PKG_CONFIG_PATH": str(embedding.prefix() / "lib" / "pkgconfig"),
+        "LD_LIBRARY_PATH": str(embedding.prefix() / "lib"),
+        "DLM_BUNDLE": str(demo_bundle),
+        "RUSTFLAGS": "-Dwarnings",
+    }
+    manifest = ["--offline", "--locked", "--manifest-path", str(EXAMPLE / "rust" / "Cargo.toml")]
+    succeed(cargo, "build", *manifest, **variables)
+    done = run(tmp_path / "debug" / "generate", *request_of_example.arguments)
+    assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
+    assert "ok. 4 passed; 0 failed" in succeed(cargo, "test", "--test", "session", *manifest, **variables)
+
+
+def test_go_example_answers_as_python_does(request_of_example: Request, tmp_path: Path) -> None:  # noqa: F811
+    go, pkg_config = found("go"), found("pkg-config")
+    variables = {
+        "GOCACHE": str(tmp_path / "cache"),
+        "GOFLAGS": "-mod=readonly",
+        "GOPROXY": "off",
+        "CGO_ENABLED": "1",
+        "PKG_CONFIG": pkg_config,
+        "PKG_CONFIG_PATH": str(embedding.prefix() / "lib" / "pkgconfig"),
+    }
+    succeed("env", "-C", EXAMPLE / "go", go, "build", "-o", tmp_path / "generate", "./generate", **variables)
+    done = run(tmp_path / "generate", *request_of_example.arguments, LD_LIBRARY_PATH=str(embedding.prefix() / "lib"))
+    assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
+    missing = run(tmp_path / "generate", "/no/such/bundle", "8", "x", LD_LIBRARY_PATH=str(embedding.prefix() / "lib"))
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert missing.stderr.startswith("generate: NOT_FOUND: /no/such/bundle")
+
+
+# ---- The service ----
+
+
+@pytest.fixture(scope="session")
+def serve(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    pkg_config = found("pkg-config")
+    libraries = ["libmicrohttpd", "jansson"]
+    for name in libraries:
+        if run(pkg_config, "--exists", name).returncode:
+            pytest.skip(f"{name} is not installed (Debian: libmicrohttpd-dev, libjansson-dev)")
+    flags = succeed(pkg_config, "--cflags", "--libs", *libraries).split()
+    program = tmp_path_factory.mktemp("serve") / "serve"
+    link = ["-L", str(sanitized), "-ldlm_runtime", f"-Wl,-rpath,{sanitized}", *flags, "-pthread"]
+    strict = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-Wconversion"]
+    sources = sorted((EXAMPLE / "serve").glob("*.c"))
+    succeed(tool("gcc"), *strict, *SANITIZE, "-I", HEADER.parent, *sources, "-o", program, *link)
+    return program
+
+
+@dataclass
+class Service:
+    """A running server, and after it stopped what it said."""
+
+    process: subprocess.Popen[str]
+    port: int
+    said: str = ""
+
+    def connect(self) -> HTTPConnection:
+        return HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[HTTPResponse, bytes]:
+        """The answer and its body, read whole."""
+        connection = self.connect()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        return response, content
+
+    def complete(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        response, content = self.ask("POST", "/v1/completions", fields)
+        return response.status, json.loads(content)
+
+    def metrics(self) -> dict[str, float]:
+        _, content = self.ask("GET", "/metrics")
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in content.decode().splitlines()}
+
+    def wait_for(self, holds: Callable[[dict[str, float]], bool]) -> None:
+        for _ in range(3000):
+            if holds(self.metrics()):
+                return
+            time.sleep(0.01)
+        raise AssertionError(self.metrics())
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+        self.said = self.process.communicate(timeout=60)[1]
+
+
+@pytest.fixture(scope="session")
+def started(serve: Path, demo_bundle: Path) -> Callable[..., Any]:
+    """``with started(*options) as service``: on a free port, with leaks found when it stops."""
+
+    @contextmanager
+    def start(*options: str) -> Iterator[Service]:
+        engine = _native.onnxruntime_library() or ""
+        environment = os.environ | LEAKS | {"DLM_ONNXRUNTIME": engine}
+        command = [serve, demo_bundle, "--port", "0", "--threads", "1", *LIMITS, *options]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            listening = re.match(r"listening on http://127\.0\.0\.1:(\d+), onnxruntime ", line)
+            assert listening is not None, process.communicate(timeout=60)
+            service = Service(process, int(listening[1]))
+            yield service
+            if process.poll() is None:
+                service.stop()
+            assert process.returncode == 0, service.said
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def service(started: Callable[..., Any]) -> Iterator[Service]:
+    with started() as service:
+        yield service
+
+
+def test_the_service_completes_as_python_does(service: Service, answers: dict[str, str], demo_bundle: Path) -> None:
+    status, said = service.complete(prompt=PROMPTS[0], max_tokens=NEW_TOKENS)
+    assert status == 200
+    assert said["object"] == "text_completion"
+    assert said["model"] == demo_bundle.name
+    assert said["choices"] == [{"index": 0, "finish_reason": "stop", "text": answers[PROMPTS[0]]}]
+    used = said["usage"]
+    assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
+    assert used["passes"] > 0
+    response, content = service.ask("POST", "/v1/chat/completions", CHAT)
+    chat = json.loads(content)
+    assert (response.status, chat["object"]) == (200, "chat.completion")
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": answers[f"chat: {PROMPTS[1]}"]}
+    assert chat["id"] != said["id"]
+
+
+def test_draws_of_the_service_are_those_of_the_seed(service: Service, demo_bundle: Path) -> None:
+    wish = {"prompt": "go", "max_tokens": NEW_TOKENS, "temperature": 0.9, "top_p": 0.95}
+    texts = [service.complete(**wish, seed=seed)[1]["choices"][0]["text"] for seed in (3, 3, 4)]
+    with dlm_runtime.open(demo_bundle) as bundle:
+        wanted = bundle.generate(prompt="go", max_new_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=3).text
+    assert texts[:2] == [wanted] * 2
+    assert texts[2] != wanted
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_tells_the_same_text_in_pieces(service: Service, answers: dict[str, str], chat: bool) -> None:
+    wish = CHAT if chat else {"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}
+    response, content = service.ask("POST", "/v1/chat/completions" if chat else "/v1/completions", wish | {"stream": True})
+    assert (response.status, response.getheader("Content-Type")) == (200, "text/event-stream")
+    *events, last = content.decode().removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    pieces = [choice["delta"]["content"] if chat else choice["text"] for choice in choices]
+    assert "".join(pieces) == answers[f"chat: {PROMPTS[1]}" if chat else PROMPTS[0]]
+    assert len([piece for piece in pieces if piece]) > 1
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert not chat or choices[0]["delta"]["role"] == "assistant"
+
+
+TEXT, CHATS = "/v1/completions", "/v1/chat/completions"
+WRONG: dict[str, tuple[str, str, Any, int, str]] = {
+    "no JSON": ("POST", TEXT, b"{", 400, "the body is no JSON: "),
+    "no body": ("POST", TEXT, b"", 400, "the body is no JSON: "),
+    "a key twice": ("POST", TEXT, b'{"prompt":"a","prompt":"b"}', 400, "duplicate object key"),
+    "deep": ("POST", TEXT, b"[" * 4000, 400, "the body is no JSON: maximum parsing depth"),
+    "no UTF-8": ("POST", TEXT, b'{"prompt":"\xff"}', 400, "the body is no JSON: unable to decode byte 0xff"),
+    "no object": ("POST", TEXT, [1], 400, "no object"),
+    "no prompt": ("POST", TEXT, {}, 400, "prompt is no string"),
+    "another prompt": ("POST", TEXT, {"prompt": ["x"]}, 400, "prompt is no string"),
+    "an unknown field": ("POST", TEXT, {"prompt": "x", "n": 2}, 400, 'unknown field "n": this service takes prompt'),
+    "a chat's field": ("POST", TEXT, CHAT, 400, 'unknown field "messages"'),
+    "many tokens": ("POST", TEXT, {"prompt": "x", "max_tokens": 401}, 400, "max_tokens is no whole number in 1..400"),
+    "no token": ("POST", TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is no whole number"),
+    "half a token": ("POST", TEXT, {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens is no whole number"),
+    "a hot draw": ("POST", TEXT, {"prompt": "x", "temperature": 2.1}, 400, "temperature is no number in 0..2"),
+    "a seed below 0": ("POST", TEXT, {"prompt": "x", "seed": -1}, 400, "seed is no whole number"),
+    "no switch": ("POST", TEXT, {"prompt": "x", "stream": 1}, 400, "stream is neither true nor false"),
+    "a long prompt": ("POST", TEXT, {"prompt": "go " * 600, "max_tokens": 9}, 400, "is longer than the denoiser's"),
+    "no messages": ("POST", CHATS, {"messages": []}, 400, "messages is no list of messages"),
+    "a part": ("POST", CHATS, {"messages": [{"role": "user", "content": []}]}, 400, "a message is no object of"),
+    "an unknown role": ("POST", CHATS, {"messages": [{"role": "x", "content": "y"}]}, 400, "role \"x\""),
+    "a large body": ("POST", TEXT, {"prompt": "x" * 9000}, 413, "the body is larger than this service takes"),
+    "another place": ("GET", "/", None, 404, "there are /v1/completions, "),
+    "another method": ("GET", TEXT, None, 405, "asked for by POST"),
+    "a posted look": ("POST", "/health", {}, 405, "read by GET"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_refused_with_a_sentence(service: Service, wrong: str) -> None:
+    method, path, body, status, sentence = WRONG[wrong]
+    response, content = service.ask(method, path, body)
+    assert response.status == status, content
+    assert sentence in json.loads(content)["error"]["message"]
+    assert service.ask("GET", "/health")[0].status == 200
+
+
+def test_one_connection_takes_any_number_of_requests(service: Service, answers: dict[str, str]) -> None:
+    connection = service.connect()
+    for prompt in [*PROMPTS, "bad", *PROMPTS]:
+        body = "{" if prompt == "bad" else json.dumps({"prompt": prompt, "max_tokens": NEW_TOKENS})
+        connection.request("POST", "/v1/completions", body)
+        response = connection.getresponse()
+        said = json.loads(response.read())
+        assert response.status == (400 if prompt == "bad" else 200)
+        assert prompt == "bad" or said["choices"][0]["text"] == answers[prompt]
+    connection.close()
+
+
+def test_more_than_may_wait_get_429_and_nothing_is_lost(started: Callable[..., Any]) -> None:
+    with started("--max-running", "1", "--max-waiting", "2", "--preset", "llada") as service:
+        gate = threading.Barrier(12)
+
+        def ask(number: int) -> tuple[int, str | None]:
+            gate.wait()
+            response, content = service.ask("POST", "/v1/completions", {"prompt": PROMPTS[number % 3], "max_tokens": 64})
+            assert json.loads(content)
+            return response.status, response.getheader("Retry-After")
+
+        with ThreadPoolExecutor(12) as pool:
+            outcomes = list(pool.map(ask, range(12)))
+        assert set(outcomes) == {(200, None), (429, "1")}
+        assert service.complete(prompt=PROMPTS[0], max_tokens=8)[0] == 200, "it goes on"
+        service.stop()
+    counted = {int(status): int(count) for count, status in re.findall(r"(\d+) answered (\d+)", service.said)}
+    assert counted == {200: outcomes.count((200, None)) + 1, 429: outcomes.count((429, "1"))}
+    assert "13 requests taken" in service.said
+    assert ", 0 given up by their client" in service.said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_takes_its_request_along(started: Callable[..., Any], stream: bool) -> None:
+    with started("--max-running", "1", "--preset", "llada") as service, ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(service.complete, prompt=prompt, max_tokens=64) for prompt in PROMPTS[:2]]
+        service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 2)
+        body = json.dumps({"prompt": PROMPTS[2], "max_tokens": 400, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", service.port)) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 3)
+        service.wait_for(lambda metrics: metrics["dlm_clients_gone_total"] == 1)
+        assert [other.result()[0] for other in others] == [200] * 2
+        service.stop()
+    assert ", 1 given up by their client" in service.said
+
+
+def test_what_is_under_way_is_finished_when_the_service_stops(started: Callable[..., Any]) -> None:
+    with started("--max-running", "2", "--preset", "llada") as service, ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(service.complete, prompt=PROMPTS[i % 3], max_tokens=32) for i in range(5)]
+        service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 5)
+        kept = service.connect()
+        kept.request("GET", "/health")
+        kept.getresponse().read()
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        try:
+            kept.request("GET", "/health")
+            response = kept.getresponse()
+            assert (response.status, response.getheader("Connection")) == (503, "close")
+        except (ConnectionError, OSError):
+            pass  # all were finished by then, and its connection closed
+        assert [each.result()[0] for each in asked] == [200] * 5
+        service.said = service.process.communicate(timeout=60)[1]
+        assert service.process.returncode == 0, service.said
+    taken = int(re.findall(r"(\d+) requests taken", service.said)[0])
+    answered = sum(map(int, re.findall(r"(\d+) answered", service.said)))
+    assert taken == answered + int(re.findall(r"(\d+) given up", service.said)[0])
+
+
+def test_a_stop_waits_no_longer_than_it_may(started: Callable[..., Any]) -> None:
+    with started("--max-running", "1", "--preset", "llada", "--drain-ms", "0") as service, ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(service.complete, prompt=PROMPTS[i % 3], max_tokens=400) for i in range(8)]
+        service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 8)
+        service.stop(signal.SIGINT)
+        outcomes = [each.result() for each in asked]
+    assert {status for status, _ in outcomes} <= {200, 503}
+    refused = [said for status, said in outcomes if status == 503]
+    assert refused
+    assert all(said["error"]["message"] == "the service stops, and ended the request" for said in refused)
+
+
+def test_a_request_has_its_time(started: Callable[..., Any]) -> None:
+    with started("--max-running", "1", "--preset", "llada", "--deadline-ms", "20") as service, ThreadPoolExecutor(6) as pool:
+        outcomes = list(pool.map(lambda _: service.complete(prompt="go", max_tokens=400), range(6)))
+    for status, said in outcomes:
+        assert status in (200, 503)
+        assert status == 503 or said["choices"][0]["finish_reason"] in ("length", "stop")
+    assert any(status == 503 and "waited until its time was over" in said["error"]["message"] for status, said in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        ([], 2, "usage: serve BUNDLE"),
+        (["{bundle}", "--port", "70000"], 2, "usage: serve BUNDLE"),
+        (["{bundle}", "--nothing", "1"], 2, "usage: serve BUNDLE"),
+        (["/no/such/bundle"], 1, "serve: NOT_FOUND: /no/such/bundle"),
+        (["{bundle}", "--preset", "x"], 1, 'serve: NOT_FOUND: preset "x"'),
+        (["{bundle}", "--address", "x"], 1, "serve: cannot listen on x, port 8080"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why(
+    serve: Path, demo_bundle: Path, arguments: list[str], code: int, sentence: str
+) -> None:
+    done = run(serve, *[argument.replace("{bundle}", str(demo_bundle)) for argument in arguments], **LEAKS)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert sentence in done.stderr
