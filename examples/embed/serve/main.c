@@ -12,6 +12,8 @@
 
 #include "serve.h"
 
+enum { ANSWER_MS = 5000 }; /* that the last answers have to be sent in, behind --drain-ms */
+
 /* What the command line says; numbers have a range. */
 struct settings {
   double port, threads, max_running, max_waiting, max_tokens, body_bytes, deadline_ms, drain_ms;
@@ -126,7 +128,7 @@ static void stop(service *of, struct MHD_Daemon *daemon) {
     pthread_mutex_unlock(&of->mutex);
   }
   const MHD_socket listening = MHD_quiesce_daemon(daemon);
-  wait_until_none(of, &of->under_way, 1000); /* answers that are being sent */
+  wait_until_none(of, &of->under_way, ANSWER_MS);
   MHD_stop_daemon(daemon);
   if (listening != MHD_INVALID_SOCKET) close(listening);
 }
