@@ -117,10 +117,10 @@ def test_threads_come_to_what_one_session_comes_to(
     tmp_path: Path,
 ) -> None:
     threads = compile_c(tmp_path / "threads", EXAMPLE / "threads.c", sanitized, *SANITIZE)
-    lines = succeed(threads, demo_bundle, str(NEW_TOKENS), "6", *PROMPTS, **LEAKS).splitlines()
+    lines = succeed(threads, demo_bundle, str(NEW_TOKENS), "3", *PROMPTS, **LEAKS).splitlines()
     assert lines[:3] == [answers[prompt] for prompt in PROMPTS]
-    assert re.fullmatch(r"sessions: 6 requests in .*, 0 not as alone", lines[4])
-    assert re.fullmatch(r"scheduler: 6 requests in .*, 0 not as alone", lines[5])
+    assert re.fullmatch(r"sessions: 3 requests in .*, 0 not as alone", lines[4])
+    assert re.fullmatch(r"scheduler: 3 requests in .*, 0 not as alone", lines[5])
     assert "usage: threads" in run(threads, demo_bundle, "0", "6", "x").stderr
     assert "NOT_FOUND: /no/such" in run(threads, "/no/such", "8", "6", "x", **LEAKS).stderr
 
