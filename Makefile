@@ -2,6 +2,8 @@
 #   make demo   build the demo checkpoint into a bundle and generate from it
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
+#   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
+#   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist
 
 PYTHON ?= python3
 # Options of generation.py, which then runs alone: `make bench BENCH=--quick` takes ten minutes, everything about five hours.
@@ -15,7 +17,7 @@ NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
@@ -28,6 +30,22 @@ test: lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(WORKERS)
+
+# ONNX Runtime's library for aarch64, of the version that is installed here: the tests compare the two processors.
+AARCH64 := build/aarch64
+aarch64: $(STAMP)
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo "A cross compiler is missing: apt-get install g++-aarch64-linux-gnu"; exit 1; }
+	@command -v qemu-aarch64-static qemu-aarch64 >/dev/null || { echo "An emulator is missing: apt-get install qemu-user-static"; exit 1; }
+	@rm -rf $(AARCH64)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.11 \
+	  --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --dest $(AARCH64) \
+	  onnxruntime==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("onnxruntime"))')
+	$(BIN)/python -m zipfile -e $(AARCH64)/onnxruntime-*.whl $(AARCH64)/onnxruntime
+	$(BIN)/python -m pytest tests/test_aarch64.py -s
+
+wheels: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r release/requirements.txt
+	$(BIN)/python release/wheels.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

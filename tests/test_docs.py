@@ -427,3 +427,22 @@ def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
 def test_developing_lists_the_rooms() -> None:
     rooms = [_quoted(row[0])[0] for row in _table(ROOT / "docs" / "developing.md", "room")]
     assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py"))
+
+
+def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    """Its programs and folders are a reader's; here stand ones that every machine has."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    text = next(block.text for block in _blocks(ROOT / "docs" / "boards.md") if block.language == "ini")
+    text = re.sub(r"/opt/assistant/\S*bin/\S+", "/bin/true", text).replace("User=assistant", "User=root")
+    unit = tmp_path / "assistant.service"
+    unit.write_text(text)
+    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
+    said = [line for line in done.stderr.splitlines() if unit.name in line]
+    assert not said, done.stderr
+    (tmp_path / "broken.service").write_text(text.replace("OOMPolicy=stop", "OOMPolicy=never"))
+    broken = subprocess.run(
+        [analyze, "verify", str(tmp_path / "broken.service")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "broken.service" in broken.stderr  # so that silence says something

@@ -23,6 +23,7 @@ ROOMS = (
     {"text"},
     {"graph"},
     {"tensorrt"},
+    {"doctor"},
     {"families"},
     {"sources"},
     {"quantising"},
@@ -94,6 +95,7 @@ MISSING = {
     "compare": ("BUNDLE", "NOWHERE"),
     "capture": ("NOWHERE", "-o", "OUT.npz"),
     "run": ("NOWHERE", "--tokens", "1"),
+    "doctor": ("NOWHERE",),
     "bench": ("NOWHERE",),
     "plan": ("NOWHERE", "--targets", "cpu"),
     "build --calib": ("CHECKPOINT", "-o", "OUT", "--precision", "int8", "--calib", "NOWHERE"),
@@ -192,7 +194,9 @@ LIGHT = [
     "dlm_export.planning.bench",
     "dlm_export.cli.app",
 ]
-LIGHT += [f"dlm_export.tensorrt.{path.stem}" for path in sorted((EXPORTER / "tensorrt").glob("[!_]*.py"))]
+LIGHT += [
+    f"dlm_export.{room}.{path.stem}" for room in ("tensorrt", "doctor") for path in sorted((EXPORTER / room).glob("[!_]*.py"))
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

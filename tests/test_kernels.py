@@ -468,25 +468,6 @@ def test_passes_of_the_kernels_are_clean_under_sanitizers(
     assert done.returncode == 0, done.stderr
 
 
-# ---- Another processor ----
-
-
-def test_kernels_for_aarch64_agree_with_plain_loops() -> None:
-    cross = shutil.which("aarch64-linux-gnu-g++")
-    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-    if cross is None or emulator is None:
-        pytest.skip("g++-aarch64-linux-gnu or qemu-user is not installed")
-    folder = REPOSITORY / "build" / "native-aarch64"
-    compilers = [f"-DCMAKE_CXX_COMPILER={cross}", f"-DCMAKE_C_COMPILER={cross.removesuffix('g++')}gcc"]
-    options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DDLM_BUILD_TESTS=ON"]
-    succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options, *compilers)
-    succeed(tool("cmake"), "--build", folder, "--target", "kernels_test")
-    out = succeed(emulator, folder / "kernels_test")
-    assert out.startswith("neon-dotprod\n")
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
-
-
 # ---- Panels ----
 
 

@@ -457,17 +457,37 @@ def _refusal(targets: Sequence[Target], target: Target, what: str, lacking: Sequ
     )
 
 
-def engine_here(target: Target) -> tuple[bool, str]:
-    """Whether this machine can build the target's engine now, and in a sentence by what, or how else. Imports neither."""
+@dataclass(frozen=True)
+class Builders:
+    """What could build or run an engine on a machine: packages that Python finds, and the SM of its GPU."""
+
+    onnxruntime: bool
+    rtx: bool
+    tensorrt: bool
+    sm: int | None
+
+
+def builders_here() -> Builders:
+    """This machine's. Imports none of them."""
+    rtx = any(map(find_spec, RTX_MODULES))
+    return Builders(bool(find_spec("onnxruntime")), rtx, bool(find_spec("tensorrt")), device_sm())
+
+
+def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
+    """Whether this machine can build the target's engine now, and in a sentence by what, or how else. Imports neither.
+
+    ``here``: another machine than this one.
+    """
+    here = here or builders_here()
     if target.sm is None:
         if target.provider == "cuda":
             return True, "nothing is built: onnxruntime-gpu runs the graph on the device (--provider cuda)"
-        if find_spec("onnxruntime"):
+        if here.onnxruntime:
             return True, "ONNX Runtime runs the graph as it is, nothing is built"
         return False, "ONNX Runtime is missing: pip install onnxruntime"
-    if "rtx" in target.engine_kinds and any(map(find_spec, RTX_MODULES)):
+    if "rtx" in target.engine_kinds and here.rtx:
         return True, "ahead of time by TensorRT-RTX, without a GPU"
-    if find_spec("tensorrt") and device_sm() in reported_sms(target.sm):
+    if here.tensorrt and here.sm in reported_sms(target.sm):
         return True, "by TensorRT, for this machine's GPU"
     on_device = f"on the device: dlm-export engine BUNDLE --target {target.name}"
     if "rtx" in target.engine_kinds:

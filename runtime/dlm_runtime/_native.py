@@ -407,9 +407,16 @@ def onnxruntime_library() -> str | None:
     return _packaged("onnxruntime", "capi/libonnxruntime.so*")
 
 
+def tensorrt_libraries() -> dict[str, str]:
+    """Paths of TensorRT's libraries in the installed packages of its wheels, by builder, found without importing them."""
+    packages = {"tensorrt": ("tensorrt_libs", "libnvinfer.so.*"), "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*")}
+    found = {kind: _packaged(*where) for kind, where in packages.items()}
+    return {kind: path for kind, path in found.items() if path is not None}
+
+
 def tensorrt_library() -> str | None:
-    """Path of TensorRT's library in an installed package of its wheels, found without importing it; None if there is none."""
-    return _packaged("tensorrt_libs", "libnvinfer.so.*") or _packaged("tensorrt_rtx_libs", "libtensorrt_rtx.so.*")
+    """The first of ``tensorrt_libraries``; None if there is none."""
+    return next(iter(tensorrt_libraries().values()), None)
 
 
 def _packaged(package: str, pattern: str) -> str | None:

@@ -47,13 +47,24 @@ def load_libraries() -> None:
 
     Those that are not there are the system's to find; the provider says what it misses.
     """
+    for paths in _in_wheels().values():
+        for path in paths:
+            ctypes.CDLL(str(path))
+
+
+def cuda_libraries() -> list[str]:
+    """What the CUDA provider needs: paths in NVIDIA's wheels, names for the loader to find where these are not installed."""
+    found = _in_wheels()
+    return [str(path) for name, paths in found.items() for path in paths or ([] if "*" in name else [name])]
+
+
+def _in_wheels() -> dict[str, list[Path]]:
+    """``_LIBRARIES`` in their order, with their paths in NVIDIA's wheels."""
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
-    for name in _LIBRARIES:
-        for folder in folders:
-            for path in sorted(folder.glob(f"*/lib/{name.format(major)}")):
-                ctypes.CDLL(str(path))
+    names = [name.format(major) for name in _LIBRARIES]
+    return {name: [path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))] for name in names}
 
 
 def _cuda_major() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dlm_export.cli import building, capturing, conversing, embedding, fitting, inspecting, judging, planning, running
+from dlm_export.cli import building, capturing, conversing, embedding, examining, fitting, inspecting, judging, planning, running
 from dlm_export.cli.printing import one_line
 from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError
@@ -21,7 +21,7 @@ COMMANDS = (
     *(building.build, building.quantize, building.engine),
     *(judging.verify, judging.compare, judging.report, capturing.capture),
     *(fitting.effort, running.run, conversing.chat, running.bench),
-    *(planning.plan, planning.targets, embedding.embed),
+    *(planning.plan, planning.targets, embedding.embed, examining.doctor),
 )
 
 

@@ -1,0 +1,52 @@
+"""Whether a machine has what is needed: ``doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dlm_export.cli.options import CHECKPOINT, json_option, split
+from dlm_export.cli.printing import one_line, print_json, print_table
+
+if TYPE_CHECKING:
+    from dlm_export.doctor.findings import Report
+
+
+@click.command()
+@click.argument("bundle", type=CHECKPOINT, required=False)
+@click.option("--target", "names", help="Whether bundles for these devices run here, with commas.")
+@json_option
+@click.pass_context
+def doctor(context: click.Context, bundle: Path | None, names: str | None, as_json: bool) -> None:
+    """Tell what this machine has, what it lacks, and what to do; of a BUNDLE, whether it runs here. Changes nothing.
+
+    Exits with 1 where the base install, BUNDLE or --target cannot run. What is not needed for that is a note.
+
+    Example: dlm-export doctor build/demo --target cpu
+    """
+    from dlm_export.doctor import report
+    from dlm_export.doctor.system import System
+    from dlm_export.targets import find
+
+    targets = [find(name) for name in split(names or "")]
+    made = report.examine(System(), bundle, targets)
+    if as_json:
+        print_json(made.as_dict())
+    else:
+        print_report(made)
+    if not made.works:
+        context.exit(1)
+
+
+def print_report(report: Report) -> None:
+    """Every finding in a table; behind it what to do about what is missing, then about what is merely noted."""
+    rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
+    print_table("", ["state", "of", "what", "found"], rows)
+    for title, is_missing in (("What to do:", True), ("What could be done:", False)):
+        told = [each for each in report.findings if each.remedy and (each.state == "missing") == is_missing]
+        if told:
+            click.echo(title)
+        for each in told:
+            click.echo(f"  {one_line(f'{each.part}, {each.name}: {each.remedy}')}")

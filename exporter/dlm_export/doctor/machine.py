@@ -1,0 +1,264 @@
+"""The facts that a report rests on: what ``look`` finds on a machine, as plain values that tests make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_export.doctor.board import Board, find_board
+from dlm_export.doctor.system import System
+from dlm_export.targets import RTX_MODULES
+from dlm_runtime import _native
+from dlm_runtime.errors import DlmError
+from dlm_runtime.providers import cuda_libraries
+
+NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
+# engine_no_tensorrt.cc refuses with the first; tensorrt_library.cc advises with the second where it is for TensorRT-RTX. No
+# function of the ABI tells, as a program that opens a bundle is told in that sentence.
+NO_TENSORRT, FOR_RTX = b"this build of libdlm_runtime has no TensorRT", b"(pip: tensorrt-rtx-cu13-libs)"
+TENSORRT_NAMES = {
+    "tensorrt": ("libnvinfer.so.11", "libnvinfer.so.10"),
+    "tensorrt_rtx": ("libtensorrt_rtx.so.1",),
+}
+BUILDER_MODULES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": RTX_MODULES}
+HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    sm: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver. ``cuda``: the newest CUDA that it runs, 13.0; ``failure``: why it is not there, or shows no GPU."""
+
+    cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Native:
+    """libdlm_runtime. ``failure``: why it does not load. ``tensorrt``: which kind it was compiled for, None: none.
+
+    ``kernels``: every set for this processor, fastest first, and why it does not run here (None: it does).
+    """
+
+    path: str | None = None
+    version: str | None = None
+    tensorrt: str | None = None
+    kernels: Mapping[str, str | None] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that engines need: where it is and its version, or why not."""
+
+    path: str | None = None
+    version: str | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``packages``: version of each distribution that dlm-export asks for, None: missing; ``extras``: the same by extra.
+
+    ``cuda_libraries``: those of ONNX Runtime's CUDA provider, and why each does not load (None: it does); empty: not looked
+    for. ``tensorrt`` and ``builders`` are by kind: the runtime's library, and the Python module that builds engines.
+    ``memory_limit_bytes`` is the container's. ``has_nvidia_hardware``: a GPU on the PCI bus, whether or not there is a driver.
+    """
+
+    python: tuple[int, int]
+    executable: str
+    architecture: str
+    version: str | None
+    packages: Mapping[str, str | None]
+    extras: Mapping[str, Mapping[str, str | None]]
+    native: Native
+    onnxruntime: Library
+    onnxruntime_wheels: Mapping[str, str]
+    providers: Sequence[str]
+    telemetry: str | None
+    driver: Driver
+    has_nvidia_hardware: bool
+    cuda_libraries: Mapping[str, str | None]
+    tensorrt: Mapping[str, Library]
+    builders: Mapping[str, str | None]
+    board: Board | None
+    memory_bytes: int | None
+    available_bytes: int | None
+    swap_bytes: int | None
+    memory_limit_bytes: int | None
+    free_disk_bytes: int | None
+    compiler: str | None
+    tensorrt_headers: str | None
+
+    @property
+    def sm(self) -> int | None:
+        """Of the first GPU that the driver shows."""
+        return self.driver.gpus[0].sm if self.driver.gpus else None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Memory that a new program may take: what Linux has available, and no more than the container's limit."""
+        known = [size for size in (self.available_bytes, self.memory_limit_bytes) if size is not None]
+        return min(known, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look(system: System, folder: Path) -> Machine:
+    """The facts of a machine; ``folder``: whose disk is meant."""
+    memory = _memory(system)
+    wheels = {name: version for name in ("onnxruntime", "onnxruntime-gpu") if (version := system.version(name))}
+    driver = _driver(system)
+    packages, extras = _requirements(system)
+    wants_cuda = "onnxruntime-gpu" in wheels
+    return Machine(
+        python=(int(system.python[0]), int(system.python[1])),
+        executable=system.executable,
+        architecture=system.architecture,
+        version=system.version("dlm-export"),
+        packages=packages,
+        extras=extras,
+        native=_native_library(),
+        onnxruntime=_library(system, "onnxruntime", _candidates(system, "DLM_ONNXRUNTIME", _native.onnxruntime_library())),
+        onnxruntime_wheels=wheels,
+        providers=system.library("providers").get("providers", []) if wheels else [],
+        telemetry=system.variables.get("ORT_DISABLE_TELEMETRY"),
+        driver=driver,
+        has_nvidia_hardware=_has_nvidia_hardware(system),
+        cuda_libraries=system.library("loads", *cuda_libraries()).get("failures", {}) if wants_cuda else {},
+        tensorrt=_tensorrt(system),
+        builders={kind: _module_version(system, names) for kind, names in BUILDER_MODULES.items()},
+        board=find_board(system),
+        memory_bytes=memory.get("MemTotal"),
+        available_bytes=memory.get("MemAvailable"),
+        swap_bytes=memory.get("SwapTotal"),
+        memory_limit_bytes=_container_limit(system),
+        free_disk_bytes=system.free_disk_bytes(folder),
+        compiler=next(iter((system.program("c++", "--version") or "").splitlines()), None),
+        tensorrt_headers=_headers(system),
+    )
+
+
+def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
+    """Versions of what the base needs, and of what each extra does, by distribution; markers of other machines left out."""
+    base: dict[str, str | None] = {}
+    extras: dict[str, dict[str, str | None]] = {}
+    for text in system.requirements():
+        name = re.match(r"[\w.-]+", text)
+        if name is None or _is_for_another(text, system) or name[0] == "dlm-export":
+            continue
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
+        (base if extra is None else extras.setdefault(extra[1], {}))[name[0]] = system.version(name[0])
+    return base, extras
+
+
+def _is_for_another(text: str, system: System) -> bool:
+    """Whether a requirement's marker, of the few kinds that ours have, is of another machine or Python."""
+    machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
+    older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
+    here = (int(system.python[0]), int(system.python[1]))
+    return (machine is not None and machine[1] != system.architecture) or (
+        older is not None and here >= (int(older[1]), int(older[2]))
+    )
+
+
+def _native_library() -> Native:
+    """The library that this process has loaded, or cannot: it is ours, and nothing runs without it."""
+    try:
+        library = _native.library()
+        kernels = _native.kernel_sets()
+    except (DlmError, OSError) as err:
+        return Native(failure=str(err))
+    path = library._name
+    data = Path(path).read_bytes()
+    kind = None if NO_TENSORRT in data else "tensorrt_rtx" if FOR_RTX in data else "tensorrt"
+    return Native(path, library.dlm_version().decode(), kind, kernels)
+
+
+def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
+    """Where the native library looks: what a variable says alone, else the package's, else the system's."""
+    chosen = system.variables.get(variable)
+    return [chosen] if chosen else [*([packaged] if packaged else []), *(names or ("libonnxruntime.so.1", "libonnxruntime.so"))]
+
+
+def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
+    """The first candidate that loads and tells its version."""
+    failure = None
+    for path in candidates:
+        told = system.library(kind, path)
+        if "version" in told:
+            return Library(path, str(told["version"])[:40])
+        failure = failure or str(told.get("failure"))
+    return Library(failure=failure)
+
+
+def _tensorrt(system: System) -> dict[str, Library]:
+    chosen, packaged = system.variables.get("DLM_TENSORRT"), _native.tensorrt_libraries()
+    found = {}
+    for kind, names in TENSORRT_NAMES.items():
+        candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *names)
+        if chosen and ("rtx" in Path(chosen).name) != (kind == "tensorrt_rtx"):
+            candidates = []  # the variable means the other kind
+        found[kind] = _library(system, "tensorrt", candidates)
+    return found
+
+
+def _module_version(system: System, names: Sequence[str]) -> str | None:
+    """Version of the first module that there is; "?" where no distribution tells it."""
+    distributions = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
+    found = next(filter(system.has_module, names), None)
+    return None if found is None else system.version(distributions.get(found, found)) or "?"
+
+
+def _driver(system: System) -> Driver:
+    told = system.library("cuda", system.variables.get("DLM_CUDA_LIBRARY") or "libcuda.so.1")
+    if "failure" in told:
+        return Driver(failure=str(told["failure"]))
+    coded = told.get("cuda")
+    cuda = f"{coded // 1000}.{coded % 1000 // 10}" if isinstance(coded, int) else None
+    gpus = tuple(Gpu(gpu["name"], gpu["sm"], gpu["memory_bytes"]) for gpu in told.get("gpus", []))
+    if "status" in told:
+        return Driver(cuda, failure=f"it shows no GPU (CUresult {told['status']})")
+    return Driver(cuda, gpus, None if gpus else "it shows no GPU: CUDA_VISIBLE_DEVICES may hide it")
+
+
+def _has_nvidia_hardware(system: System) -> bool:
+    for vendor in system.paths("/sys/bus/pci/devices/*/vendor"):
+        said = [(vendor.parent / name) for name in ("vendor", "class")]
+        texts = [system.text(str(path.relative_to(system.root))) or "" for path in said]
+        if texts[0].strip() == NVIDIA_VENDOR and texts[1].startswith(DISPLAY_CLASS):
+            return True
+    return False
+
+
+def _memory(system: System) -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    found = re.findall(r"^(\w+): +(\d{1,15}) kB$", system.text("/proc/meminfo") or "", re.MULTILINE)
+    return {name: 1024 * int(kib) for name, kib in found}
+
+
+def _container_limit(system: System) -> int | None:
+    """What the control group of this process leaves it; None: no limit that it can see."""
+    limit, used = (
+        (system.text(f"/sys/fs/cgroup/{name}") or "").strip() for name in ("memory.max", "memory.current")
+    )  # version 2, seen from within a container
+    return max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
+
+
+def _headers(system: System) -> str | None:
+    """Folder of NvInferRuntime.h in the system's places."""
+    for folder in HEADER_FOLDERS:
+        if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
+            return f"/{folder.format(system.architecture)}"
+    return None

@@ -1,0 +1,32 @@
+"""The report: a machine looked at and judged, with a bundle and targets where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlm_export.bundle import read_manifest
+from dlm_export.doctor.bundled import examine_bundle, examine_target
+from dlm_export.doctor.checks import examine as examine_machine
+from dlm_export.doctor.findings import Finding, Report, needed
+from dlm_export.doctor.machine import Machine, look
+from dlm_export.doctor.system import System
+from dlm_export.targets import Target
+
+
+def examine(system: System, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
+    """What a machine has and lacks. Raises BundleError for a bundle that is damaged, which no machine runs."""
+    return judge(look(system, bundle or Path()), bundle, targets)
+
+
+def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
+    """``examine`` of facts that are known."""
+    findings: list[Finding] = examine_machine(machine)
+    for target in targets:
+        findings += examine_target(machine, target)
+    if bundle is not None and machine.native.failure is None:
+        # Files by size only: hashes take a second a gigabyte, and opening the bundle compares them.
+        findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
+    elif bundle is not None:
+        findings.append(needed("bundle", "what it is", [("cannot be read without the native library", "see above")], ""))
+    return Report(tuple(findings))

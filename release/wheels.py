@@ -1,0 +1,93 @@
+"""Builds what a release is made of into dist/: the sdist, and wheels for x86-64 and aarch64 with the native library compiled.
+
+    python release/wheels.py [--architecture x86_64] [--architecture aarch64]
+
+Wheels are made of the sdist, so that it is proved to hold everything. The library has the C++ library in it (libstdc++ linked
+statically): what the wheel then needs of a system is glibc alone, and its tag says of which version, read from the symbols that
+the library asks for and checked by auditwheel. For aarch64 Debian's cross compiler is needed: g++-aarch64-linux-gnu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DIST = ROOT / "dist"
+TOOLCHAIN = "runtime/native/cmake/aarch64-linux-gnu.cmake"  # in the sdist as here
+OBJDUMP = {"x86_64": "objdump", "aarch64": "aarch64-linux-gnu-objdump"}
+# A wheel's library meets other C++ libraries in the same process (ONNX Runtime's), of any age; nothing of it is exported.
+STATIC = "-static-libstdc++"
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    """Standard output of a program; what it says goes to stderr, and a failure ends this one."""
+    print("$", *command, file=sys.stderr, flush=True)
+    words = [str(part) for part in command]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{command[0]}: exit {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
+    """The oldest glibc that has every symbol that the wheel's library asks for. Exits where it asks for a C++ library."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("dlm_runtime/libdlm_runtime.so", folder)
+        symbols = run(OBJDUMP[architecture], "-T", library)
+        needed = re.findall(r"NEEDED +(\S+)", run(OBJDUMP[architecture], "-p", library))
+    if "GLIBCXX_" in symbols or any(name.startswith("libstdc++") for name in needed):
+        sys.exit(f"{wheel.name}: its library asks for a libstdc++: {STATIC} did not reach the linker")
+    print(f"{wheel.name} needs {', '.join(needed)}", file=sys.stderr)
+    return max((int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols))
+
+
+def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
+    """The wheel of an sdist for a processor, tagged for the glibc that it needs."""
+    settings = [f"cmake.define.CMAKE_SHARED_LINKER_FLAGS={STATIC}"]
+    variables = {}
+    if architecture != platform.machine():
+        if shutil.which("aarch64-linux-gnu-g++") is None:
+            sys.exit("aarch64-linux-gnu-g++ is missing: apt-get install g++-aarch64-linux-gnu")
+        settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / TOOLCHAIN}")
+        variables = {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}  # what sysconfig calls the platform, for the tag
+    options = [part for setting in settings for part in ("-C", setting)]
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
+    run(*pip, *options, sdist, **variables)
+    plain = next(folder.glob("*.whl"))
+    major, minor = glibc_of(plain, architecture)
+    tag = f"manylinux_{major}_{minor}_{architecture}"
+    name = run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, plain).strip().splitlines()[-1]
+    said = run(sys.executable, "-m", "auditwheel", "show", folder / name)
+    if tag not in said:
+        sys.exit(f"{name}: auditwheel does not agree with its tag:\n{said}")
+    return folder / name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--architecture", action="append", choices=sorted(OBJDUMP), help="[default: all]")
+    chosen = parser.parse_args().architecture or sorted(OBJDUMP, reverse=True)
+    DIST.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        run(sys.executable, "-m", "build", "--sdist", "--outdir", scratch, ".")
+        sdist = next(Path(scratch).glob("*.tar.gz"))
+        made = [sdist]
+        for architecture in chosen:
+            folder = Path(scratch) / architecture
+            folder.mkdir()
+            made.append(build_wheel(sdist, architecture, folder))
+        for path in made:
+            print(f"{shutil.copy(path, DIST)} {path.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

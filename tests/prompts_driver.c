@@ -1,0 +1,66 @@
+/* Answers many prompts with one bundle, for a comparison of processors: prompts_driver BUNDLE NEW_TOKENS LOGITS < PROMPTS
+ * Of each line of stdin: passes and text on a line of stdout, and into the file LOGITS the raw float32 logits of the first
+ * pass, [new tokens, vocabulary]: of the masks behind the prompt. One thread, so that sums are made in one order. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "dlm_runtime.h"
+
+enum { LINE = 4096, MOST_TOKENS = 2048 };
+
+static int fail(const char *sentence) {
+  fprintf(stderr, "prompts_driver: %s\n", sentence);
+  return 1;
+}
+
+int main(int argc, char **argv) {
+  if (argc != 4) return fail("usage: prompts_driver BUNDLE NEW_TOKENS LOGITS");
+  char why[1024] = "", line[LINE];
+  dlm_open_options how;
+  dlm_open_options_init(&how);
+  how.threads = 1;
+  dlm_generate_options options;
+  dlm_generate_options_init(&options);
+  options.max_new_tokens = atoi(argv[2]);
+  dlm_bundle *bundle = NULL;
+  dlm_session *session = NULL;
+  const dlm_text *encoder = NULL;
+  if (dlm_bundle_open(argv[1], &how, why, sizeof why, &bundle) || dlm_session_create(bundle, why, sizeof why, &session) ||
+      dlm_bundle_text(bundle, why, sizeof why, &encoder))
+    return fail(why);
+  fprintf(stderr, "%s\n", dlm_bundle_engine(bundle));
+  dlm_denoiser about;
+  memset(&about, 0, sizeof about);
+  dlm_bundle_denoiser(bundle, &about);
+  const size_t masks = (size_t)options.max_new_tokens, floats = masks * (size_t)about.vocab_size;
+  float *logits = malloc(floats * sizeof *logits);
+  int32_t *tokens = malloc(MOST_TOKENS * sizeof *tokens), *rows = malloc(masks * sizeof *rows);
+  FILE *out = fopen(argv[3], "wb");
+  if (logits == NULL || tokens == NULL || rows == NULL || out == NULL) return fail("no memory, or no file for logits");
+  while (fgets(line, sizeof line, stdin) != NULL) {
+    const size_t size = strcspn(line, "\n");
+    size_t given = 0, told = 0;
+    const char *text = NULL;
+    if (dlm_text_encode(encoder, line, size, 0, why, sizeof why, tokens, MOST_TOKENS, &given)) return fail(why);
+    if (given + masks > MOST_TOKENS) return fail("the prompt is too long");
+    for (size_t i = 0; i < masks; ++i) {
+      tokens[given + i] = about.mask_token_id;
+      rows[i] = (int32_t)(given + i);
+    }
+    if (dlm_session_logits(session, tokens, given + masks, rows, masks, logits, floats) ||
+        fwrite(logits, sizeof *logits, floats, out) != floats ||
+        dlm_generate_text(session, &options, line, size, NULL, NULL, &text, &told))
+      return fail(dlm_session_last_error(session));
+    dlm_stats stats;
+    dlm_session_stats(session, &stats);
+    printf("%d %.*s\n", (int)stats.nfe, (int)told, text);
+    fflush(stdout);
+  }
+  free(logits);
+  free(tokens);
+  free(rows);
+  dlm_session_destroy(session);
+  dlm_bundle_destroy(bundle);
+  return fclose(out) == 0 ? 0 : fail("the file of logits");
+}

@@ -1,0 +1,156 @@
+"""The native library on 64-bit Arm: cross-compiled, its tests and the demo run in an emulator, beside this processor.
+
+Needs g++-aarch64-linux-gnu and qemu-user, and for the demo ONNX Runtime's library for aarch64, which `make aarch64` fetches;
+$DLM_AARCH64_ONNXRUNTIME leads to another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_native import EXAMPLE, HEADER, NEW_TOKENS, PROMPT, REPOSITORY, SOURCE, STRICT, compile_c, run, succeed, tool
+
+from dlm_export.build import BuildOptions, build
+from dlm_runtime import _native
+
+# Sums are made in another order, by this library's kernels and by ONNX Runtime's own products.
+TOLERANCE = {"fp32": 1e-3, "int8": 0.5}
+AGREEING = {"fp32": 1.0, "int8": 0.9}  # of answers, passes included
+BUILD = REPOSITORY / "build" / "native-aarch64"
+SYSROOT = Path("/usr/aarch64-linux-gnu")
+CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
+PROMPTS = int(os.environ.get("DLM_AARCH64_PROMPTS", "50"))  # held-out commands of the demo
+DEMO = REPOSITORY / "examples"
+HERE = Path(_native.library()._name).parent  # of the library of this processor
+
+
+def emulator() -> list[str]:
+    """The command before a program for aarch64. `max` has the dot products that the kernels want."""
+    found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if found is None or shutil.which(CROSS) is None:
+        pytest.skip("g++-aarch64-linux-gnu or qemu-user is not installed")
+    return [found, "-cpu", "max", "-L", str(SYSROOT)]
+
+
+def compiled(*targets: str) -> Path:
+    """The build folder, with these targets in it."""
+    emulator()
+    toolchain = f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'cmake' / 'aarch64-linux-gnu.cmake'}"
+    options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DDLM_BUILD_TESTS=ON", toolchain]
+    succeed(tool("cmake"), "-S", SOURCE, "-B", BUILD, *options)
+    succeed(tool("cmake"), "--build", BUILD, "--target", *targets)
+    return BUILD
+
+
+def test_kernels_for_aarch64_agree_with_plain_loops() -> None:
+    out = succeed(*emulator(), compiled("kernels_test") / "kernels_test")
+    assert out.startswith("neon-dotprod\n")
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["native_test", "scheduler_test", "constraint_test", "text_test"])
+def test_native_tests_pass_on_aarch64(name: str) -> None:
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(*emulator(), compiled(name) / name), flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations() -> None:
+    out = succeed(*emulator(), compiled("memory_test") / "memory_test")
+    assert re.search(r"^[1-9]\d* allocations failed, 0 claims did$", out, re.MULTILINE)
+
+
+# ---- The demo ----
+
+
+@pytest.fixture(scope="session")
+def onnxruntime() -> Path:
+    """ONNX Runtime's library for aarch64."""
+    chosen = os.environ.get("DLM_AARCH64_ONNXRUNTIME")
+    fetched = (REPOSITORY / "build" / "aarch64" / "onnxruntime").glob("onnxruntime/capi/libonnxruntime.so*")
+    found = Path(chosen) if chosen else next(iter(sorted(fetched)), None)
+    if found is None:
+        pytest.skip("ONNX Runtime's library for aarch64 is not there: `make aarch64` fetches it")
+    return found
+
+
+@pytest.fixture(scope="session")
+def bundles(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    int8 = tmp_path_factory.mktemp("int8") / "demo"
+    build(DEMO / "demo-denoiser", int8, BuildOptions(precision="int8", check_parity=False))
+    return {"fp32": demo_bundle, "int8": int8}
+
+
+def for_aarch64(output: Path, source: Path) -> Path:
+    """A C program, linked with the library of the cross build."""
+    folder = compiled("dlm_runtime")
+    link = ["-L", str(folder), "-ldlm_runtime", f"-Wl,-rpath,{folder}"]
+    succeed(CROSS_C, *STRICT, "-I", HEADER.parent, source, "-o", output, *link)
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_c_example_answers_on_aarch64(
+    bundles: dict[str, Path],
+    precision: str,
+    onnxruntime: Path,
+    tmp_path: Path,
+) -> None:
+    arguments = [bundles[precision], str(NEW_TOKENS), PROMPT]
+    here = run(compile_c(tmp_path / "here", EXAMPLE / "generate.c", HERE), *arguments)
+    there = run(
+        *emulator(), for_aarch64(tmp_path / "there", EXAMPLE / "generate.c"), *arguments, DLM_ONNXRUNTIME=str(onnxruntime)
+    )
+    assert there.returncode == 0, there.stderr
+    assert (there.stdout, there.stderr.split()[0]) == (here.stdout, here.stderr.split()[0])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """``lines``: passes and text of each prompt; ``logits`` of their first passes, ``[prompts, masks, V]``."""
+
+    lines: list[str]
+    logits: np.ndarray
+    engine: str
+
+
+def answers(command: list[str], bundle: Path, prompts: list[str], folder: Path, **variables: str) -> Answers:
+    given, logits = folder / "prompts", folder / "logits"
+    given.write_text("".join(f"{prompt}\n" for prompt in prompts))
+    shell = f'"$@" < {given}'
+    done = run("sh", "-c", shell, "sh", *command, str(bundle), str(NEW_TOKENS), str(logits), **variables)
+    assert done.returncode == 0, done.stderr
+    values = np.fromfile(logits, np.float32).reshape(len(prompts), NEW_TOKENS, -1)
+    return Answers(done.stdout.splitlines(), values, done.stderr.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_demo_answers_on_aarch64_as_on_this_processor(
+    bundles: dict[str, Path],
+    precision: str,
+    onnxruntime: Path,
+    tmp_path: Path,
+) -> None:
+    lines = (DEMO / "demo" / "heldout.jsonl").read_text().splitlines()[:PROMPTS]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    source = Path(__file__).with_name("prompts_driver.c")
+    here = answers([str(compile_c(tmp_path / "here", source, HERE))], bundles[precision], prompts, tmp_path)
+    command = [*emulator(), str(for_aarch64(tmp_path / "there", source))]
+    there = answers(command, bundles[precision], prompts, tmp_path, DLM_ONNXRUNTIME=str(onnxruntime))
+    assert "neon-dotprod" in there.engine
+    worst = np.abs(there.logits - here.logits).max()
+    same = np.mean([one == other for one, other in zip(here.lines, there.lines, strict=True)])
+    agreeing = (there.logits.argmax(-1) == here.logits.argmax(-1)).mean()
+    told = f"{same:.1%} of {len(prompts)} answers and passes equal, best tokens {agreeing:.2%}, logits within {worst:.2g}"
+    print(f"{precision}: {told}")
+    assert worst < TOLERANCE[precision]
+    assert same >= AGREEING[precision]
