@@ -53,14 +53,15 @@ def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
 def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
     """The wheel of an sdist for a processor, tagged for the glibc that it needs."""
     settings = [f"cmake.define.CMAKE_SHARED_LINKER_FLAGS={STATIC}"]
-    variables = {}
+    variables, isolation = {}, []
     if architecture != platform.machine():
         if shutil.which("aarch64-linux-gnu-g++") is None:
             sys.exit("aarch64-linux-gnu-g++ is missing: apt-get install g++-aarch64-linux-gnu")
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / TOOLCHAIN}")
-        variables = {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}  # what sysconfig calls the platform, for the tag
+        # What sysconfig calls the platform, for the tag. pip believes it too, and would fetch the other processor's CMake.
+        variables, isolation = {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}, ["--no-build-isolation"]
     options = [part for setting in settings for part in ("-C", setting)]
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", folder]
     run(*pip, *options, sdist, **variables)
     plain = next(folder.glob("*.whl"))
     major, minor = glibc_of(plain, architecture)

@@ -1,4 +1,4 @@
-/* Answers many prompts with one bundle, for a comparison of processors: prompts_driver BUNDLE NEW_TOKENS LOGITS < PROMPTS
+/* Answers many prompts with one bundle, for a comparison of processors: prompts_driver BUNDLE PRESET NEW_TOKENS LOGITS < PROMPTS
  * Of each line of stdin: passes and text on a line of stdout, and into the file LOGITS the raw float32 logits of the first
  * pass, [new tokens, vocabulary]: of the masks behind the prompt. One thread, so that sums are made in one order. */
 #include <stdio.h>
@@ -15,19 +15,22 @@ static int fail(const char *sentence) {
 }
 
 int main(int argc, char **argv) {
-  if (argc != 4) return fail("usage: prompts_driver BUNDLE NEW_TOKENS LOGITS");
+  if (argc != 5) return fail("usage: prompts_driver BUNDLE PRESET NEW_TOKENS LOGITS");
   char why[1024] = "", line[LINE];
   dlm_open_options how;
   dlm_open_options_init(&how);
   how.threads = 1;
   dlm_generate_options options;
   dlm_generate_options_init(&options);
-  options.max_new_tokens = atoi(argv[2]);
+  dlm_policy policy;
+  dlm_policy_init(&policy);
+  options.policy = &policy;
+  options.max_new_tokens = atoi(argv[3]);
   dlm_bundle *bundle = NULL;
   dlm_session *session = NULL;
   const dlm_text *encoder = NULL;
   if (dlm_bundle_open(argv[1], &how, why, sizeof why, &bundle) || dlm_session_create(bundle, why, sizeof why, &session) ||
-      dlm_bundle_text(bundle, why, sizeof why, &encoder))
+      dlm_bundle_text(bundle, why, sizeof why, &encoder) || dlm_bundle_preset(bundle, argv[2], why, sizeof why, &policy))
     return fail(why);
   fprintf(stderr, "%s\n", dlm_bundle_engine(bundle));
   dlm_denoiser about;
@@ -36,7 +39,7 @@ int main(int argc, char **argv) {
   const size_t masks = (size_t)options.max_new_tokens, floats = masks * (size_t)about.vocab_size;
   float *logits = malloc(floats * sizeof *logits);
   int32_t *tokens = malloc(MOST_TOKENS * sizeof *tokens), *rows = malloc(masks * sizeof *rows);
-  FILE *out = fopen(argv[3], "wb");
+  FILE *out = fopen(argv[4], "wb");
   if (logits == NULL || tokens == NULL || rows == NULL || out == NULL) return fail("no memory, or no file for logits");
   while (fgets(line, sizeof line, stdin) != NULL) {
     const size_t size = strcspn(line, "\n");

@@ -20,28 +20,44 @@ from test_native import EXAMPLE, HEADER, NEW_TOKENS, PROMPT, REPOSITORY, SOURCE,
 from dlm_export.build import BuildOptions, build
 from dlm_runtime import _native
 
-# Sums are made in another order, by this library's kernels and by ONNX Runtime's own products.
-TOLERANCE = {"fp32": 1e-3, "int8": 0.5}
-AGREEING = {"fp32": 1.0, "int8": 0.9}  # of answers, passes included
 BUILD = REPOSITORY / "build" / "native-aarch64"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
-PROMPTS = int(os.environ.get("DLM_AARCH64_PROMPTS", "50"))  # held-out commands of the demo
-DEMO = REPOSITORY / "examples"
 HERE = Path(_native.library()._name).parent  # of the library of this processor
+DEMO = REPOSITORY / "examples"
+PROMPTS, PRESET = {"fp32": 20, "int8": 50}, "fast-dllm"  # held-out commands; an emulated pass in fp32 takes seconds
+# Kernels and ONNX Runtime's own products sum in another order; in INT8 an activation between two codes may then go to either,
+# and every layer behind sees it: 0.43 was seen, with a median of 0.011.
+TOLERANCE, MEDIAN = {"fp32": 1e-3, "int8": 1.0}, {"fp32": 1e-4, "int8": 0.05}
+AGREEING = {"fp32": 1.0, "int8": 0.95}  # of answers, passes included
+# As Linux shows a Neoverse N1. ONNX Runtime reads it as it is loaded, and crashes on an x86-64's, which qemu would hand on.
+CPUINFO = """processor\t: {}
+BogoMIPS\t: 50.00
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x3
+CPU part\t: 0xd0c
+CPU revision\t: 1
+
+"""
 
 
-def emulator() -> list[str]:
-    """The command before a program for aarch64. `max` has the dot products that the kernels want."""
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command before a program for aarch64: of a processor with dot products, and not much more to emulate."""
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if found is None or shutil.which(CROSS) is None:
         pytest.skip("g++-aarch64-linux-gnu or qemu-user is not installed")
-    return [found, "-cpu", "max", "-L", str(SYSROOT)]
+    root = tmp_path_factory.mktemp("aarch64")
+    (root / "lib").symlink_to(SYSROOT / "lib")
+    (root / "proc").mkdir()
+    (root / "proc" / "cpuinfo").write_text("".join(CPUINFO.format(i) for i in range(os.cpu_count() or 1)))
+    return [found, "-cpu", "neoverse-n1", "-L", str(root)]
 
 
 def compiled(*targets: str) -> Path:
     """The build folder, with these targets in it."""
-    emulator()
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'cmake' / 'aarch64-linux-gnu.cmake'}"
     options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DDLM_BUILD_TESTS=ON", toolchain]
     succeed(tool("cmake"), "-S", SOURCE, "-B", BUILD, *options)
@@ -49,21 +65,21 @@ def compiled(*targets: str) -> Path:
     return BUILD
 
 
-def test_kernels_for_aarch64_agree_with_plain_loops() -> None:
-    out = succeed(*emulator(), compiled("kernels_test") / "kernels_test")
+def test_kernels_for_aarch64_agree_with_plain_loops(emulator: list[str]) -> None:
+    out = succeed(*emulator, compiled("kernels_test") / "kernels_test")
     assert out.startswith("neon-dotprod\n")
     assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["native_test", "scheduler_test", "constraint_test", "text_test"])
-def test_native_tests_pass_on_aarch64(name: str) -> None:
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(*emulator(), compiled(name) / name), flags=re.MULTILINE)
+def test_native_tests_pass_on_aarch64(emulator: list[str], name: str) -> None:
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(*emulator, compiled(name) / name), flags=re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations() -> None:
-    out = succeed(*emulator(), compiled("memory_test") / "memory_test")
+def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations(emulator: list[str]) -> None:
+    out = succeed(*emulator, compiled("memory_test") / "memory_test")
     assert re.search(r"^[1-9]\d* allocations failed, 0 claims did$", out, re.MULTILINE)
 
 
@@ -99,6 +115,7 @@ def for_aarch64(output: Path, source: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_the_c_example_answers_on_aarch64(
+    emulator: list[str],
     bundles: dict[str, Path],
     precision: str,
     onnxruntime: Path,
@@ -107,7 +124,7 @@ def test_the_c_example_answers_on_aarch64(
     arguments = [bundles[precision], str(NEW_TOKENS), PROMPT]
     here = run(compile_c(tmp_path / "here", EXAMPLE / "generate.c", HERE), *arguments)
     there = run(
-        *emulator(), for_aarch64(tmp_path / "there", EXAMPLE / "generate.c"), *arguments, DLM_ONNXRUNTIME=str(onnxruntime)
+        *emulator, for_aarch64(tmp_path / "there", EXAMPLE / "generate.c"), *arguments, DLM_ONNXRUNTIME=str(onnxruntime)
     )
     assert there.returncode == 0, there.stderr
     assert (there.stdout, there.stderr.split()[0]) == (here.stdout, here.stderr.split()[0])
@@ -126,7 +143,7 @@ def answers(command: list[str], bundle: Path, prompts: list[str], folder: Path, 
     given, logits = folder / "prompts", folder / "logits"
     given.write_text("".join(f"{prompt}\n" for prompt in prompts))
     shell = f'"$@" < {given}'
-    done = run("sh", "-c", shell, "sh", *command, str(bundle), str(NEW_TOKENS), str(logits), **variables)
+    done = run("sh", "-c", shell, "sh", *command, str(bundle), PRESET, str(NEW_TOKENS), str(logits), **variables)
     assert done.returncode == 0, done.stderr
     values = np.fromfile(logits, np.float32).reshape(len(prompts), NEW_TOKENS, -1)
     return Answers(done.stdout.splitlines(), values, done.stderr.splitlines()[-1])
@@ -135,16 +152,17 @@ def answers(command: list[str], bundle: Path, prompts: list[str], folder: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_the_demo_answers_on_aarch64_as_on_this_processor(
+    emulator: list[str],
     bundles: dict[str, Path],
     precision: str,
     onnxruntime: Path,
     tmp_path: Path,
 ) -> None:
-    lines = (DEMO / "demo" / "heldout.jsonl").read_text().splitlines()[:PROMPTS]
+    lines = (DEMO / "demo" / "heldout.jsonl").read_text().splitlines()[: PROMPTS[precision]]
     prompts = [json.loads(line)["prompt"] for line in lines]
     source = Path(__file__).with_name("prompts_driver.c")
     here = answers([str(compile_c(tmp_path / "here", source, HERE))], bundles[precision], prompts, tmp_path)
-    command = [*emulator(), str(for_aarch64(tmp_path / "there", source))]
+    command = [*emulator, str(for_aarch64(tmp_path / "there", source))]
     there = answers(command, bundles[precision], prompts, tmp_path, DLM_ONNXRUNTIME=str(onnxruntime))
     assert "neon-dotprod" in there.engine
     worst = np.abs(there.logits - here.logits).max()
@@ -153,4 +171,5 @@ def test_the_demo_answers_on_aarch64_as_on_this_processor(
     told = f"{same:.1%} of {len(prompts)} answers and passes equal, best tokens {agreeing:.2%}, logits within {worst:.2g}"
     print(f"{precision}: {told}")
     assert worst < TOLERANCE[precision]
+    assert np.median(np.abs(there.logits - here.logits)) < MEDIAN[precision]
     assert same >= AGREEING[precision]

@@ -189,6 +189,8 @@ def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -
     assert lacking.remedy.startswith("pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR=/usr/include/aarch64-linux-gnu")
     assert found["GPU", "running engines"].state == NOTE
     assert found["board", "power mode"].said == "120W: clocks are capped"
+    bare = of(replace(THOR, builders={"tensorrt": None, "tensorrt_rtx": None}))
+    assert "python3-libnvinfer" in bare["GPU", "engines"].remedy
     older = replace(THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),)))  # CUDA 12's name for it
     assert ("board", "its GPU") not in of(older)
 

@@ -141,8 +141,11 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
     if built:
         yield Finding("GPU", "engines", OK, f"built here for {', '.join(sm_text(GENERIC[name]) for name in built)} (SM)")
     else:
-        said = "none can be built here; bundles are, with --no-engine, and finished on the device"
-        yield Finding("GPU", "engines", NOTE, said, "pip install 'dlm-export[rtx]' builds those of RTX 20 to 50 without a GPU")
+        said = "none can be built here; bundles can, with --no-engine, and are finished on the device"
+        remedy = "pip install 'dlm-export[rtx]' builds those of RTX 20 to 50 without a GPU"
+        if m.board is not None:
+            remedy = "sudo apt-get install python3-libnvinfer, and a venv made with --system-site-packages"
+        yield Finding("GPU", "engines", NOTE, said, remedy)
 
 
 def _runs_engines(m: Machine, names: dict[str, str]) -> Finding:
