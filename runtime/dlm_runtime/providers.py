@@ -54,8 +54,12 @@ def load_libraries() -> None:
 
 def cuda_libraries() -> list[str]:
     """What the CUDA provider needs: paths in NVIDIA's wheels, names for the loader to find where these are not installed."""
-    found = _in_wheels()
-    return [str(path) for name, paths in found.items() for path in paths or ([] if "*" in name else [name])]
+    found: list[str] = []
+    for name, paths in _in_wheels().items():
+        found += map(str, paths)
+        if not paths and "*" not in name:
+            found.append(name)
+    return found
 
 
 def _in_wheels() -> dict[str, list[Path]]:

@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute: major, minor
@@ -69,13 +70,21 @@ def loads(*names: str) -> dict[str, Any]:
     return {"failures": failures}
 
 
+KINDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "cuda": cuda,
+    "tensorrt": tensorrt,
+    "onnxruntime": onnxruntime,
+    "providers": providers,
+    "loads": loads,
+}
+
+
 def main() -> None:
     sys.path.pop(0)  # this folder: its modules are no packages of their own
     told = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
-    kinds = {"cuda": cuda, "tensorrt": tensorrt, "onnxruntime": onnxruntime, "providers": providers, "loads": loads}
     try:
-        answer = kinds[sys.argv[1]](*sys.argv[2:])
+        answer = KINDS[sys.argv[1]](*sys.argv[2:])
     except (OSError, AttributeError, ImportError, ValueError) as err:
         answer = {"failure": str(err)[:600] or type(err).__name__}
     with os.fdopen(told, "w") as out:
