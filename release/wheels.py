@@ -24,8 +24,9 @@ ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 TOOLCHAIN = "runtime/native/cmake/aarch64-linux-gnu.cmake"  # in the sdist as here
 OBJDUMP = {"x86_64": "objdump", "aarch64": "aarch64-linux-gnu-objdump"}
-# A wheel's library meets other C++ libraries in the same process (ONNX Runtime's), of any age; nothing of it is exported.
-STATIC = "-static-libstdc++"
+# A wheel's library meets other C++ libraries in its process (ONNX Runtime's), of any age; nothing of it is exported. What of
+# the C++ library is not called is left out: its random_device alone would ask for glibc 2.36.
+STATIC = "-static-libstdc++ -Wl,--gc-sections"
 
 
 def run(*command: str | Path, **variables: str) -> str:
