@@ -39,7 +39,9 @@ def numbers(version: str | None) -> tuple[int, ...]:
 
 
 def size(count: int | None) -> str:
-    return "an unknown amount" if count is None else f"{count / (1 << 30):.1f} GiB"
+    if count is None:
+        return "an unknown amount"
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 or count == 0 else f"{count / (1 << 20):.1f} MiB"
 
 
 def _python(m: Machine) -> Iterator[Finding]:
