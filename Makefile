@@ -35,7 +35,8 @@ test-slow: $(STAMP)
 AARCH64 := build/aarch64
 aarch64: $(STAMP)
 	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo "A cross compiler is missing: apt-get install g++-aarch64-linux-gnu"; exit 1; }
-	@command -v qemu-aarch64-static qemu-aarch64 >/dev/null || { echo "An emulator is missing: apt-get install qemu-user-static"; exit 1; }
+	@command -v qemu-aarch64-static >/dev/null || command -v qemu-aarch64 >/dev/null || \
+	  { echo "An emulator is missing: apt-get install qemu-user-static"; exit 1; }
 	@rm -rf $(AARCH64)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.11 \
 	  --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --dest $(AARCH64) \

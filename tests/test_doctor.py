@@ -23,7 +23,7 @@ from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, Report
 from dlm_export.doctor.machine import FOR_RTX, NO_TENSORRT, Driver, Gpu, Library, Machine, Native, look
 from dlm_export.doctor.system import FILE_LIMIT_BYTES, System, run_bounded
 from dlm_export.targets import find
-from dlm_runtime import _native, providers
+from dlm_runtime import _native
 from dlm_runtime.errors import EngineError
 
 if sys.version_info >= (3, 11):
@@ -455,14 +455,6 @@ def test_the_native_library_says_which_tensorrt_it_was_compiled_for() -> None:
     """What is looked for in the library is what its sources say."""
     assert NO_TENSORRT.decode() in (SOURCE / "src" / "engine_no_tensorrt.cc").read_text()
     assert FOR_RTX.decode() in (SOURCE / "src" / "tensorrt_library.cc").read_text()
-
-
-def test_libraries_of_the_cuda_provider_go_by_path_where_wheels_hold_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = providers.cuda_libraries()
-    assert names
-    assert not [name for name in names if "*" in name]
 
 
 # ---- The command ----

@@ -377,6 +377,10 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(tmp_path: Path, monkeyp
     monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
     providers.load_libraries()
     assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
+    # All that the doctor tries: by path where a wheel holds it, else by a name that the loader takes.
+    folder = site / "nvidia" / "cu13" / "lib"
+    others = ["libnvrtc.so.13", "libcurand.so.10", "libcudnn.so.9"]
+    assert providers.cuda_libraries() == [*(str(folder / name) for name in loaded), *others]
 
 
 # ---- The library itself ----
