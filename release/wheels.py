@@ -42,7 +42,8 @@ def run(*command: str | Path, **variables: str) -> str:
 def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
     """The oldest glibc that has every symbol that the wheel's library asks for. Exits where it asks for a C++ library."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        library = archive.extract("dlm_runtime/libdlm_runtime.so", folder)
+        named = [name for name in archive.namelist() if Path(name).name.startswith("libdlm_runtime.so")]
+        (library,) = [archive.extract(name, folder) for name in named if archive.read(name).startswith(b"\x7fELF")]
         symbols = run(OBJDUMP[architecture], "-T", library)
         needed = re.findall(r"NEEDED +(\S+)", run(OBJDUMP[architecture], "-p", library))
     if "GLIBCXX_" in symbols or any(name.startswith("libstdc++") for name in needed):
