@@ -10,7 +10,18 @@ from typing import Any
 
 import click
 
-from dlm_export.cli import building, capturing, conversing, embedding, examining, fitting, inspecting, judging, planning, running
+from dlm_export.cli import (
+    building,
+    capturing,
+    conversing,
+    embedding,
+    examining,
+    fitting,
+    inspecting,
+    judging,
+    planning,
+    running,
+)
 from dlm_export.cli.printing import one_line
 from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError
