@@ -65,6 +65,7 @@ def compiled(*targets: str) -> Path:
     return BUILD
 
 
+@pytest.mark.slow
 def test_kernels_for_aarch64_agree_with_plain_loops(emulator: list[str]) -> None:
     out = succeed(*emulator, compiled("kernels_test") / "kernels_test")
     assert out.startswith("neon-dotprod\n")
