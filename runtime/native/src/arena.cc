@@ -19,6 +19,7 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
     starts_.push_back(end);
     row_sum_ += row;
   }
+  past_keys_.reserve(shape.size()), past_values_.reserve(shape.size());  // so that make_room makes all of it, or nothing
 }
 
 std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const {
@@ -47,8 +48,11 @@ Arena::Handle Arena::take(int32_t rows) {
   auto before = places_.begin();
   for (; before != places_.end() && before->start - start < rows; ++before) start = before->start + before->rows;
   if (before == places_.end() && rows_ - start < rows) fail(DLM_INTERNAL, "no room for %d rows of keys and values", rows);
-  const Handle place = places_.insert(before, {start, rows, {}});
+  std::list<Place> made;
+  made.push_back({start, rows, {}});
+  const Handle place = made.begin();
   place->slots.lay_out(1, std::max(rows, 1));
+  places_.splice(before, made);
   return place;
 }
 

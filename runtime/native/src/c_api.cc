@@ -161,7 +161,10 @@ using dlm::guarded;
 template <typename Body>
 dlm_status guarded(dlm_session* session, Body body) noexcept {
   if (session == nullptr) return DLM_INVALID_ARGUMENT;
-  const auto report = [&](const char* text) { session->last_error = text; };
+  const auto report = [&](const char* text) {
+    session->last_error = text;
+    dlm::make_one_line(session->last_error.data(), session->last_error.size());
+  };
   if (session->is_running) {
     // It would pull the request, or the buffers of the pass, from under the call that the callback returns to.
     return dlm::guarded([] { dlm::fail(DLM_INVALID_ARGUMENT, "a callback may not use the session that called it"); }, report);

@@ -19,6 +19,7 @@
 #include "loop.h"
 #include "policy.h"
 #include "scheduler.h"
+#include "sentence.h"
 #include "sized.h"
 #include "text.h"
 
@@ -45,6 +46,7 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   if (message == nullptr || capacity == 0) return;
   std::strncpy(message, text, capacity - 1);
   message[capacity - 1] = '\0';
+  make_one_line(message, std::strlen(message));
 }
 
 // Runs `body`; what it throws becomes a status, and its sentence goes to `report`.

@@ -115,7 +115,7 @@ void dlm_scheduler_stats_sized(const dlm_scheduler* scheduler, dlm_scheduler_sta
 int32_t dlm_job_wait(const dlm_job* job, double timeout_ms) {
   if (job == nullptr) return 0;
   if (timeout_ms < 0) return job->job->wait({}) ? 1 : 0;
-  const std::chrono::duration<double, std::milli> time(std::min(timeout_ms, dlm::kLongest));
+  const std::chrono::duration<double, std::milli> time(timeout_ms > 0 ? std::min(timeout_ms, dlm::kLongest) : 0);  // 0 for NaN too
   return job->job->wait(std::chrono::duration_cast<dlm::Clock::duration>(time)) ? 1 : 0;
 }
 

@@ -302,6 +302,12 @@ void Request::end(Finish why) {
   stage_ = plan_.size();
 }
 
+void Request::drop() noexcept {
+  if (done()) return;
+  finish_ = Finish::cancelled;
+  stage_ = plan_.size();
+}
+
 Outcome Request::outcome() const {
   Outcome found{finish_, nfe_, 0, 0, log_probs_, undecided_};
   bool is_ended = false;

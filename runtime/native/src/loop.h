@@ -94,6 +94,7 @@ class Request {
   // Ends a request before all is decided; nothing once it is done. What is undecided takes what the last pass proposed there, and
   // where that scored nothing what its proposer completes it by, or an end token; it stays undecided.
   void end(Finish why);
+  void drop() noexcept;  // the same with the canvas as it is, where end finds no memory
   Outcome outcome() const;
 
  private:
@@ -147,6 +148,7 @@ class Batch {
 
   bool done() const;
   void end(size_t number, Finish why) { requests_[number].end(why); }  // see Request::end
+  void drop(size_t number) noexcept { requests_[number].drop(); }
   const std::vector<Request>& requests() const { return requests_; }
   const dlm_stats& stats() const { return stats_; }
   const dlm_pass_counts& counts() const { return counts_; }

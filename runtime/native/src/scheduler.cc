@@ -7,20 +7,25 @@
 #include <tuple>
 #include <utility>
 
+#include "sentence.h"
+
 namespace dlm {
 namespace {
 
-// What is being thrown, as a status and its sentence.
-std::pair<dlm_status, std::string> thrown() {
+// What is being thrown, as a status and its sentence; without memory for that, the lack of it.
+std::pair<dlm_status, std::string> thrown() noexcept {
   try {
-    throw;
-  } catch (const Error& error) {
-    return {error.status(), error.what()};
-  } catch (const std::bad_alloc&) {
-    return {DLM_OUT_OF_MEMORY, "out of memory"};
-  } catch (const std::exception& error) {
-    return {DLM_INTERNAL, error.what()};
+    try {
+      throw;
+    } catch (const Error& error) {
+      return {error.status(), error.what()};
+    } catch (const std::bad_alloc&) {
+    } catch (const std::exception& error) {
+      return {DLM_INTERNAL, error.what()};
+    }
+  } catch (...) {
   }
+  return {DLM_OUT_OF_MEMORY, "out of memory"};  // so few letters that a string takes none for them
 }
 
 int64_t rows_needed(const Request& request) {
@@ -55,7 +60,11 @@ Scheduler::Scheduler(const Denoiser& denoiser, Engine& engine, const Options& op
 Scheduler::~Scheduler() {
   for (Jobs* const jobs : {&waiting_, &running_}) {
     for (const std::shared_ptr<Job>& job : *jobs) {
-      job->end(Finish::cancelled);
+      try {
+        job->end(Finish::cancelled);
+      } catch (...) {
+        fail_with_thrown(*job);
+      }
       finish(*job);
     }
   }
@@ -170,23 +179,29 @@ void Scheduler::start(Job& job) {
     return;
   }
   if (contexts_.empty()) contexts_.push_back(engine_.open_context(denoiser_.max_canvas_length));
-  job.rows_ = rows_needed(*job.request_);
+  contexts_.reserve(contexts_.size() + running_.size());  // all come back, which must not want memory
+  const int64_t rows = rows_needed(*job.request_);
   std::vector<Request> one;
   one.push_back(std::move(*job.request_));
   job.alone_.emplace(denoiser_, std::move(one));
   job.context_ = std::move(contexts_.back());
   contexts_.pop_back();
-  rows_taken_ += job.rows_;
+  rows_taken_ += job.rows_ = rows;
 }
 
 // It is done then, with what is being thrown.
-void Scheduler::fail_with_thrown(Job& job) {
+void Scheduler::fail_with_thrown(Job& job) noexcept {
   std::tie(job.status_, job.message_) = thrown();
-  job.end(Finish::cancelled);
+  make_one_line(job.message_.data(), job.message_.size());
+  try {
+    job.end(Finish::cancelled);
+  } catch (...) {
+    job.drop();  // whoever waits is told, if nothing else
+  }
 }
 
 // Takes what it had; its owner sees the results from now on.
-void Scheduler::finish(Job& job) {
+void Scheduler::finish(Job& job) noexcept {
   job.member_.reset();
   if (job.context_) contexts_.push_back(std::move(job.context_));
   rows_taken_ -= std::exchange(job.rows_, 0);
@@ -251,9 +266,11 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
     if (job->limits_.on_step == nullptr || job->status_ != DLM_OK) continue;
     const dlm_step view = job->request().view();
     if (job->limits_.on_step(job->limits_.user, &view) == 0) continue;
-    job->status_ = DLM_CANCELLED;
-    job->message_ = "the step callback asked to stop after " + std::to_string(view.nfe) + " passes";
-    job->end(Finish::cancelled);
+    try {
+      fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
+    } catch (...) {
+      fail_with_thrown(*job);
+    }
   }
 }
 

@@ -61,6 +61,7 @@ class Job {
 
   const Request& request() const { return alone_ ? alone_->requests().front() : *request_; }
   void end(Finish why) { alone_ ? alone_->end(0, why) : request_->end(why); }
+  void drop() noexcept { alone_ ? alone_->drop(0) : request_->drop(); }
 
   const std::shared_ptr<Board> board_;
   const Limits limits_;
@@ -112,8 +113,8 @@ class Scheduler {
   void end_what_must();
   void admit();
   void start(Job& job);
-  void fail_with_thrown(Job& job);
-  void finish(Job& job);
+  void fail_with_thrown(Job& job) noexcept;
+  void finish(Job& job) noexcept;
   void finish_done();
   std::vector<std::shared_ptr<Job>> choose();
   void pass(const std::vector<std::shared_ptr<Job>>& chosen);

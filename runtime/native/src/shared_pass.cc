@@ -19,7 +19,10 @@ std::vector<int32_t> Member::rows_of(const Request& request) {
   return std::vector<int32_t>(canvases(request), request.has_cache() ? static_cast<int32_t>(request.canvas().size()) : 0);
 }
 
-Member::Member(Request& request, Arena& arena) : request_(request), arena_(arena) {
+// The first constructor has ended when the second begins, so that what it takes is given back where it fails.
+Member::Member(Request& request, Arena& arena, size_t places) : request_(request), arena_(arena) { places_.reserve(places); }
+
+Member::Member(Request& request, Arena& arena) : Member(request, arena, canvases(request)) {
   for (const int32_t rows : rows_of(request)) places_.push_back(arena.take(rows));
 }
 

@@ -27,6 +27,8 @@ class Member {
 
  private:
   friend class SharedPass;
+  Member(Request& request, Arena& arena, size_t places);
+
   Request& request_;
   Arena& arena_;
   std::vector<Arena::Handle> places_;  // of its canvases

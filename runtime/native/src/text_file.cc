@@ -15,6 +15,8 @@ constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
 constexpr int32_t kMostDecomposed = 18;  // code points of one; Unicode's longest has 4
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
+constexpr int32_t kMostSplits = 64;              // each cuts what the one before left; released tokenizers have up to four
+constexpr size_t kMostTokenBytes = size_t{1} << 16;  // of one; a denoiser that writes it over and over must not fill the memory
 
 // The header's sizes, in order.
 struct Sizes {
@@ -76,7 +78,7 @@ void check_sizes(const Sizes& s, const Reader& reader) {
   if (std::any_of(sizes, sizes + kSizes, [](int32_t size) { return size < 0; })) reader.refuse("sizes", "are below 0");
   if (s.vocab < 1 || s.vocab > 1 << 24) reader.refuse("vocab_size", "is outside 1..16777216");
   if (s.raw_added > s.added || s.flags > kFlags) reader.refuse("sizes", "do not go together");
-  if (s.classes > kMostClasses || s.roles > kMostRoles || s.prefix > kMostAround || s.suffix > kMostAround)
+  if (s.classes > kMostClasses || s.splits > kMostSplits || s.roles > kMostRoles || s.prefix > kMostAround || s.suffix > kMostAround)
     reader.refuse("sizes", "are larger than any of a tokenizer");
   if ((s.splits > 0) != (s.class_pages > 0 && s.classes > 0)) reader.refuse("splits", "have no classes of characters");
 }
@@ -171,6 +173,7 @@ void check_strings(const TextFile& file, const Reader& reader) {
     if (file.chat_strings[static_cast<size_t>(literal)].empty()) reader.refuse("literals", "have one of no length");
   for (size_t token = 0; token < file.tokens.size(); ++token) {
     const bool is_byte = (file.token_flags[token] & TextFile::byte) != 0;
+    if (file.tokens[token].size() > kMostTokenBytes) reader.refuse("tokens", "have one of more than 65536 bytes");
     if (is_byte && file.tokens[token].size() != 1) reader.refuse("tokens", "have a byte that is not one");
     if (file.is_byte_fallback && !is_byte && !json::is_utf8(file.tokens[token])) reader.refuse("tokens", "are not all UTF-8");
   }
