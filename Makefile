@@ -4,10 +4,12 @@
 #   make test   lint, types, and all tests but the slow ones
 #   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
 #   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist
+#   make fuzz   fuzz the native library's readers, FUZZ_SECONDS each; needs clang
 
 PYTHON ?= python3
 # Options of generation.py, which then runs alone: `make bench BENCH=--quick` takes ten minutes, everything about five hours.
 BENCH ?=
+FUZZ_SECONDS ?= 600
 # Tests that share what takes long to make stay on one worker.
 WORKERS := -n $(shell nproc) --dist loadgroup
 VENV := .venv
@@ -17,7 +19,7 @@ NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test test-slow aarch64 wheels lint format bench clean
+.PHONY: demo test test-slow fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
@@ -47,6 +49,9 @@ aarch64: $(STAMP)
 wheels: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r release/requirements.txt
 	$(BIN)/python release/wheels.py
+
+fuzz: $(STAMP)
+	$(BIN)/python runtime/native/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -21,7 +21,16 @@ torch.set_num_threads(1)
 # Files that share what takes long to make (a native build, engines, the demo) run on one worker; every other file is a group of
 # its own.
 GROUPS = {
-    "native": ("test_native", "test_native_tensorrt", "test_kernels", "test_abi", "test_text", "test_embed"),
+    "native": (
+        "test_native",
+        "test_native_tensorrt",
+        "test_kernels",
+        "test_abi",
+        "test_text",
+        "test_embed",
+        "test_fuzz",
+        "test_hostile_bundles",
+    ),
     "demo": ("test_demo", "test_tools", "test_chat"),
     "engines": ("test_engines", "test_audit", "test_device_graph", "test_device_builds", "test_engine_refusals"),
 }

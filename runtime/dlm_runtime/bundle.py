@@ -106,6 +106,16 @@ class Bundle:
                 self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens)
         return self._tokenizer
 
+    def check_text(self) -> None:
+        """Read the compiled text file, which C programs take text with. Raises BundleError where there is a damaged one."""
+        if "file" not in self.manifest.get("text", {}):
+            return
+        self._check_open()
+        message, text = C.create_string_buffer(_native.MESSAGE_BYTES), C.c_void_p()
+        status = self._library.dlm_bundle_text(self._handle, message, len(message), C.byref(text))
+        if status:
+            raise _native.error(status, message.value)
+
     def constraint(
         self,
         *,

@@ -1,0 +1,52 @@
+// Any text as JSON: refused with its line, or a tree whose every accessor answers or refuses, and whose canonical form is its own.
+#include "error.h"
+#include "fuzz.h"
+#include "json.h"
+
+namespace {
+
+template <class Ask>
+void ask(Ask ask) {
+  try {
+    ask();
+  } catch (const dlm::Error& error) {
+    CLAIM(error.status() == DLM_BAD_BUNDLE && fuzz::is_sentence(error.what()));
+  }
+}
+
+void walk(const dlm::json::Value& value) {
+  CLAIM(value.line() >= 1 && !value.path().empty() && value.path().size() < 1000);
+  CLAIM(dlm::json::is_utf8(value.key()));
+  using Kind = dlm::json::Value::Kind;
+  switch (value.kind()) {  // what it is, and one thing that it is not: refusals are slow
+    case Kind::null: ask([&] { value.refuse("it is refused"); }); break;
+    case Kind::boolean: value.boolean(), ask([&] { value.string(); }); break;
+    case Kind::number:
+      ask([&] { value.number(-1, 1e300); });
+      ask([&] { value.integer(INT64_MIN, INT64_MAX); });
+      break;
+    case Kind::string: CLAIM(dlm::json::is_utf8(value.string())), ask([&] { value.members(); }); break;
+    case Kind::array: {
+      for (const auto& each : value.elements()) walk(each);
+      ask([&] { value.number(-1, 1); });
+      break;
+    }
+    case Kind::object: {
+      ask([&] { value.at("loop"); });
+      ask([&] { value.refuse_unknown({"a", "loop"}); });
+      for (const auto& each : value.members()) CLAIM(value.find(each.key()) == &each), walk(each);
+    }
+  }
+}
+
+}  // namespace
+
+int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  ask([&] {
+    const auto root = dlm::json::parse({reinterpret_cast<const char*>(data), size}, 1 << 14);
+    walk(*root);
+    const std::string text = root->canonical();
+    CLAIM(dlm::json::parse(text, SIZE_MAX)->canonical() == text);
+  });
+  return 0;
+}

@@ -1,0 +1,34 @@
+// Runs a target on files and on all files of folders, without libFuzzer: `fuzz_json CORPUS...`. Prints how many there were.
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "fuzz.h"
+
+size_t LLVMFuzzerMutate(uint8_t*, size_t size, size_t) { return size; }  // custom mutators are not run here
+
+int main(int argc, char** argv) {
+  std::vector<std::filesystem::path> paths;
+  for (int i = 1; i < argc; ++i) {
+    if (!std::filesystem::is_directory(argv[i])) paths.emplace_back(argv[i]);
+    else
+      for (const auto& entry : std::filesystem::recursive_directory_iterator(argv[i]))
+        if (entry.is_regular_file()) paths.push_back(entry.path());
+  }
+  std::sort(paths.begin(), paths.end());
+  for (const auto& path : paths) {
+    std::ifstream file(path, std::ios::binary);
+    const std::string data((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    if (!file.good()) {
+      std::fprintf(stderr, "%s: cannot be read\n", path.c_str());
+      return 1;
+    }
+    std::fprintf(stderr, "%s\n", path.c_str());  // the last one, where it ends here
+    LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
+  }
+  std::printf("%zu inputs\n", paths.size());
+}

@@ -1,0 +1,162 @@
+"""Inputs that the fuzz targets start from: ``python runtime/native/fuzz/seeds.py FOLDER`` writes FOLDER/TARGET/NAME.
+
+Small files of every kind, made as a build makes them, in the form that each target's comment says.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from constraints import Longest, compiled, made_up_vocabulary  # noqa: E402
+from tokenizers import Tokenizer as Learner  # noqa: E402
+from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
+
+from dlm_export.checkpoints.tokenizer import QWEN2_SPLIT  # noqa: E402
+from dlm_export.text.compiled import compile_text  # noqa: E402
+from dlm_runtime.policy import PRESETS  # noqa: E402
+from dlm_runtime.tokenizer import Tokenizer  # noqa: E402
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT = "turn on the light\u0301s \u2581x"
+HASH = 64 * "a"  # which fuzz_bundle.cc puts the right one for
+
+
+def _learned(split: bool, is_composed: bool) -> str:
+    """tokenizer.json of byte pair encoding over few merges."""
+    from tokenizers import Regex, normalizers
+
+    made = Learner(models.BPE())
+    if is_composed:
+        made.normalizer = normalizers.NFC()
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    parts = [pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), level]
+    made.pre_tokenizer = pre_tokenizers.Sequence(parts) if split else level
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=level.alphabet(), show_progress=False)
+    made.train_from_iterator(["turn on the lights", "turn off the kitchen light"], trainer)
+    made.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
+    return made.to_str()
+
+
+def _of_characters() -> str:
+    model = {"type": "BPE", "vocab": {f"<0x{byte:02X}>": byte for byte in range(256)}, "merges": [], "byte_fallback": True}
+    words = ["<unk>", "\u2581", "t", "u", "tu", "n", "tun"]
+    model["vocab"] |= {word: 256 + i for i, word in enumerate(words)}  # type: ignore[operator]
+    model |= {"merges": [["t", "u"], ["tu", "n"]], "unk_token": "<unk>", "fuse_unk": True}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    empty: dict[str, Any] = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor"))
+    return json.dumps(empty | {"version": "1.0", "added_tokens": [], "normalizer": replace, "decoder": decoder, "model": model})
+
+
+def texts() -> dict[str, bytes]:
+    """Compiled text files: without and with splits and composition, over bytes and over characters."""
+    found = {}
+    for name, file in {"plain": _learned(False, False), "whole": _learned(True, True), "characters": _of_characters()}.items():
+        tokenizer = Tokenizer(file.encode(), CHAT, {})
+        data = compile_text(tokenizer, CHAT).data
+        tokenizer.close()
+        assert data is not None, name
+        found[name] = data
+    return found
+
+
+def manifest(text_bytes: int) -> dict[str, Any]:
+    """A bundle with all that a manifest may have, of files that ``fuzz_bundle.cc`` makes."""
+    files = ("denoiser.onnx", "denoiser.onnx.data", "text.bin", "engines/orin.engine")
+    layer = {"kv_heads": 2, "head_size": 4}
+    ports = {name: name for name in ("input_ids", "position_ids", "score_rows", "segments")}
+    ports |= {name: name for name in ("top_token", "top_prob", "entropy", "logits")}
+    kept = ("past_key", "past_value", "present_key", "present_value")
+    profile = {"tokens": [1, 8, 16], "cached": [0, 0, 16], "rows": [1, 8, 16]}
+    presets = {name: preset.as_dict() for name, preset in PRESETS.items()}
+    first = next(iter(presets))
+    engine = {
+        "file": "engines/orin.engine",
+        "builder": "tensorrt",
+        "version": "10.14.1.48",
+        "sm": [87],
+        "built_from": {"judged": HASH, "device": HASH, "weights": HASH},
+        "profiles": {"prefill": profile, "block": profile},
+        "seal": HASH,
+    }
+    return {
+        "schema_version": 3,
+        "loop": {
+            "vocab_size": 300,
+            "mask_token_id": 299,
+            "eos_token_ids": [1],
+            "max_canvas_length": 64,
+            "shift": 0,
+            "graph": {
+                "file": "denoiser.onnx",
+                "device_file": "denoiser.onnx",
+                "simulated": False,
+                "top_k": 2,
+                "cache_dtype": "float32",
+                "ports": ports | {"layers": [layer | {name: f"{name}.{i}" for name in kept} for i in range(2)]},
+            },
+            "presets": presets,
+            "default_preset": first,
+            "effort": {"preset": first, "levels": dict.fromkeys(("instant", "low", "medium", "high"), presets[first])},
+            "engines": {"orin": engine},
+        },
+        "text": {"file": "text.bin"},
+        "files": {name: {"bytes": text_bytes, "sha256": HASH} for name in files},
+    }
+
+
+def automata() -> dict[str, bytes]:
+    """Automata of expressions over few tokens, without their SHA-256, behind the bytes that choose a request."""
+    vocabulary = made_up_vocabulary(128, (126, 127), Longest)
+    expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")
+    choices = ((0, 0, 5, 0), (13, 1, 48, 0), (31, 2, 17, 3), (4, 3, 9, 6))
+    return {
+        f"{number}": bytes(choice) + compiled(expression, vocabulary, 128, (126,)).as_bytes()[:-32]
+        for number, (expression, choice) in enumerate(zip(expressions, choices, strict=True))
+    }
+
+
+def seeds() -> dict[str, dict[str, bytes]]:
+    """Every target's inputs by name."""
+    text = texts()
+    spelled = TEXT.encode()
+    plain = text["plain"]
+    described = manifest(len(plain))
+    whole = json.dumps(described).encode()
+    small = {key: described[key] for key in ("schema_version", "loop", "files")}
+    small["loop"] = {key: value for key, value in described["loop"].items() if key not in ("effort", "engines")}
+    draw = random.Random(1)
+    return {
+        "json": {"manifest": whole, "values": b'[0, -1.5e3, "\\ud83d\\ude00\\n", {"a": null, "b": [true, false]}]'},
+        "bundle": {"whole": whole + b"\0" + plain, "small": json.dumps(small).encode() + b"\0" + plain},
+        "text": {name: bytes([len(spelled)]) + spelled + data for name, data in text.items()},
+        "automaton": automata(),
+        "calls": {f"{number}": draw.randbytes(200 + 60 * number) for number in range(8)},
+    }
+
+
+def words() -> str:
+    """The names that manifests are made of, as libFuzzer's dictionary."""
+    names = sorted(set(re.findall(r'"[\w.>=/-]+"', json.dumps(manifest(1)))))
+    return "".join(f"{json.dumps(name)}\n" for name in names)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for target, inputs in seeds().items():
+        (folder / target).mkdir(parents=True, exist_ok=True)
+        for name, data in inputs.items():
+            (folder / target / name).write_bytes(data)
+    (folder / "words.dict").write_text(words())

@@ -1,0 +1,100 @@
+"""The native library under inputs that nobody means well: fuzz targets, any order of calls, threads, and memory that runs out.
+
+The targets (``runtime/native/fuzz``) run over what they start from and over every input that ever made one fail; where clang
+is, libFuzzer makes others (docs/developing.md).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from test_native import REPOSITORY, SOURCE, TOOLS, build, run, sanitized, succeed, tool  # noqa: F401  (a fixture)
+
+FUZZ = SOURCE / "fuzz"
+TARGETS = ("json", "bundle", "text", "automaton", "calls")
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of inputs for each target, and a dictionary."""
+    folder = tmp_path_factory.mktemp("seeds")
+    succeed(sys.executable, FUZZ / "seeds.py", folder)
+    return folder
+
+
+def test_every_target_is_built_and_has_inputs_to_start_from(seeds: Path) -> None:
+    assert sorted(path.stem.removeprefix("fuzz_") for path in FUZZ.glob("fuzz_*.cc")) == sorted(TARGETS)
+    assert all(list((seeds / target).iterdir()) for target in TARGETS)
+    assert {path.name for path in FUZZ.glob("found/*")} <= {*TARGETS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_inputs_that_made_a_target_fail_do_not_any_more(sanitized: Path, seeds: Path, target: str) -> None:  # noqa: F811
+    folders = [folder for folder in (seeds / target, FUZZ / "found" / target) if folder.exists()]
+    out = succeed(sanitized / f"fuzz_{target}", *folders, ASAN_OPTIONS="detect_leaks=1")
+    assert out == f"{sum(len(list(folder.iterdir())) for folder in folders)} inputs\n"
+
+
+@pytest.mark.slow
+def test_new_inputs_find_nothing() -> None:
+    """A few seconds of libFuzzer each; ``make fuzz`` is the long run."""
+    if not any(shutil.which(name, path=TOOLS) for name in ("clang++", *(f"clang++-{n}" for n in range(14, 31)))):
+        pytest.skip("clang is not installed (Debian: clang)")
+    out = succeed(sys.executable, FUZZ / "run.py", "--seconds", "5")
+    assert len(re.findall(r"^\w+: [1-9][\d,]* executions", out, re.MULTILINE)) == len(TARGETS)
+
+
+# ---- Any calls ----
+
+
+def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:  # noqa: F811
+    # The C++ library too: AddressSanitizer looks for __cxa_throw when it starts, and Python has none.
+    preload = [succeed(tool("g++"), f"-print-file-name={name}").strip() for name in ("libasan.so", "libstdc++.so.6")]
+    done = run(
+        sys.executable,
+        Path(__file__).parent / "abi_machine.py",
+        *("60", "25"),
+        DLM_RUNTIME_LIBRARY=str(sanitized / "libdlm_runtime.so"),
+        LD_PRELOAD=":".join(preload),
+        ASAN_OPTIONS="detect_leaks=0",  # of Python's own
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-4000:]
+
+
+# ---- Memory that runs out ----
+
+
+def allocations(folder: Path, *arguments: object) -> None:
+    out = succeed(folder / "memory_test", *map(str, arguments), ASAN_OPTIONS="detect_leaks=1")
+    assert re.search(r"^[1-9]\d* allocations failed, 0 claims did$", out, re.MULTILINE), out
+
+
+def test_calls_survive_the_failure_of_any_allocation(sanitized: Path, demo_bundle: Path) -> None:  # noqa: F811
+    allocations(sanitized, 61, demo_bundle)
+
+
+@pytest.mark.slow
+def test_calls_survive_the_failure_of_each_allocation(sanitized: Path, demo_bundle: Path) -> None:  # noqa: F811
+    allocations(sanitized, 1, demo_bundle)
+
+
+# ---- Threads ----
+
+
+def test_threads_may_do_at_once_what_the_header_says(sanitized: Path) -> None:  # noqa: F811
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "threads_test"), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_threads_race_for_nothing() -> None:
+    """Under ThreadSanitizer."""
+    options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_SANITIZE=thread", "-DDLM_BUILD_TESTS=ON"]
+    folder = build(REPOSITORY / "build" / "native-tsan", *options)
+    setarch = tool("setarch")  # ThreadSanitizer wants its addresses where newer kernels put others
+    for name, *arguments in (("threads_test", "2000"), ("scheduler_test",), ("native_test",), ("constraint_test",)):
+        out = succeed(setarch, "-R", folder / name, *arguments, TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1")
+        assert re.search(r"^[1-9]\d* passed, 0 failed$", out, re.MULTILINE), name
