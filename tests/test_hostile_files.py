@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,25 +166,43 @@ def cases(llada_bundle: Path, llada_checkpoint: Path, tmp_path_factory: pytest.T
     return made
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: ``code`` is None for a traceback."""
+
+    code: int | None
+    said: str
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it is an exit code and a sentence."""
+        lines = self.said.splitlines()
+        if self.said.startswith("Usage: "):
+            lines = lines[3:]  # of an option's value: click shows how the command is used first
+        is_sentence = len(lines) == 1 and lines[0].startswith("Error: ") and lines[0].isprintable() and len(lines[0]) < 1500
+        return self.code in (1, 2) and is_sentence
+
+
+def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
+    """How commands end, by name, in a program of their own; the ``harmless`` ones, which load what all want, end well first."""
+    given = json.dumps([harmless, [*commands.values()]])
+    done = subprocess.run([sys.executable, __file__], input=given, capture_output=True, text=True, timeout=1800, check=False)
+    ended = [Ended(**json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(ended) == len(commands), f"{[*commands][len(ended)]}: {done.stderr[-3000:]}"
+    assert done.stderr == ""
+    return dict(zip(commands, ended, strict=True))
+
+
 def _check(cases: Cases, names: list[str]) -> None:
     """Run these cases; each must be refused in a sentence, and leave nothing on the screen or on the disk."""
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
     harmless = [["run", str(text), given, "w1 w2", *map(str, SHORT)] for given in ("--prompt", "--chat")]
     harmless.append(["inspect", str(cases.checkpoint)])
-    given = json.dumps([harmless, [cases.commands[name] for name in names]])
-    done = subprocess.run([sys.executable, __file__], input=given, capture_output=True, text=True, timeout=1800, check=False)
-    ended = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(ended) == len(names), f"{names[len(ended)]}: {done.stderr[-3000:]}"
-    wrong = []
-    for name, row in zip(names, ended, strict=True):
-        lines = row["said"].splitlines()
-        if row["said"].startswith("Usage: "):
-            lines = lines[3:]  # of an option's value: click shows how the command is used first
-        is_sentence = len(lines) == 1 and lines[0].startswith("Error: ") and lines[0].isprintable() and len(lines[0]) < 1500
-        if row["code"] not in (1, 2) or not is_sentence:
-            wrong.append(f"{name}: {row}"[:600])
+    ended = ended_commands(harmless, {name: cases.commands[name] for name in names})
+    wrong = [f"{name}: {end}"[:600] for name, end in ended.items() if not end.is_refusal]
     assert not wrong, "\n".join(wrong)
-    assert done.stderr == ""
     assert not (cases.folder / "out").exists()
 
 

@@ -31,6 +31,7 @@ _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
     """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size only. Raises BundleError."""
     with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
+        opened.check_text()
         manifest = opened.manifest
     check_manifest(manifest, folder)
     return manifest

@@ -1,0 +1,437 @@
+"""Hostile bundles: each is a good one with one change, what the refusal says, and who refuses it.
+
+A row of ``CASES`` is a name, the change, words of the sentence, and the file that it names. What changes a file lists it with
+its right size and hash, unless one of these is what lies: it is what the row says that is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Change = Callable[[Path], object]
+GRAPH, DATA, MANIFEST, TEXT = "denoiser.onnx", "denoiser.onnx.data", "manifest.json", "text.bin"
+GONE = object()
+
+
+@dataclass(frozen=True)
+class Case:
+    """``engine``: with which the native library refuses it; None: what nobody but Python reads."""
+
+    name: str
+    change: Change
+    says: str
+    file: str = MANIFEST
+    engine: str | None = "none"
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file of a copy, which may be a link to the original."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+# ---- Changes ----
+
+
+def text(change: Callable[[str], str | bytes]) -> Change:
+    """The manifest's text."""
+
+    def made(bundle: Path) -> None:
+        found = change((bundle / MANIFEST).read_text())
+        replace(bundle / MANIFEST, found.encode() if isinstance(found, str) else found)
+
+    return made
+
+
+def put(*path: Any) -> Change:
+    """A value of the manifest, the last of ``path``; GONE: none."""
+    *parents, key, value = path
+
+    def made(found: str) -> str:
+        manifest = json.loads(found)
+        node = manifest
+        for parent in parents:
+            node = node[parent]
+        if value is GONE:
+            del node[key]
+        else:
+            node[key] = value
+        return json.dumps(manifest)
+
+    return text(made)
+
+
+def spelled(old: str, new: str) -> Change:
+    """A piece of the manifest's text, which is there once."""
+
+    def made(found: str) -> str:
+        assert found.count(old) == 1, old
+        return found.replace(old, new)
+
+    return text(made)
+
+
+def listed(name: str, content: bytes) -> dict[str, Any]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def content(name: str, made: bytes | Callable[[bytes], bytes]) -> Change:
+    """What is in a file, with its size and hash in the manifest."""
+
+    def change(bundle: Path) -> None:
+        path = bundle / name
+        data = made if isinstance(made, bytes) else made(path.read_bytes() if path.exists() else b"")
+        replace(path, data)
+        put("files", name, listed(name, data))(bundle)
+
+    return change
+
+
+def lies(name: str, made: bytes | Callable[[bytes], bytes]) -> Change:
+    """The same, and the manifest says what it said."""
+
+    def change(bundle: Path) -> None:
+        replace(bundle / name, made if isinstance(made, bytes) else made((bundle / name).read_bytes()))
+
+    return change
+
+
+def stands(name: str, make: Callable[[Path], object]) -> Change:
+    """Something else than a file in its place."""
+
+    def change(bundle: Path) -> None:
+        (bundle / name).unlink()
+        make(bundle / name)
+
+    return change
+
+
+def outside(name: str) -> Change:
+    """A name that leads out of the bundle, to a file with the size and hash that are listed for it."""
+    return put("files", name, listed(name, b"outside"))
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # whose own name may be too long for one
+        try:
+            made.bind(f"/proc/self/fd/{here}/{path.name}")
+        finally:
+            os.close(here)
+
+
+def graph(change: Callable[[Any], object]) -> Change:
+    """The ONNX file, by its parts."""
+
+    def made(data: bytes) -> bytes:
+        import onnx
+
+        model = onnx.load_model_from_string(data)
+        change(model)
+        return bytes(model.SerializeToString())
+
+    return content(GRAPH, made)
+
+
+def external(key: str, value: str) -> Change:
+    """What the graph says of where its weights lie."""
+
+    def change(model: Any) -> None:
+        tensor = next(tensor for tensor in model.graph.initializer if tensor.external_data)
+        entry = next(entry for entry in tensor.external_data if entry.key == key)
+        entry.value = value
+
+    return graph(change)
+
+
+def dimension(value: int) -> Change:
+    def change(model: Any) -> None:
+        next(tensor for tensor in model.graph.initializer if tensor.external_data).dims[0] = value
+
+    return graph(change)
+
+
+def node(**changes: str) -> Change:
+    def change(model: Any) -> None:
+        for name, value in changes.items():
+            setattr(model.graph.node[0], name, value)
+
+    return graph(change)
+
+
+# ---- Compiled text ----
+
+SIZES = (
+    *(
+        "vocab",
+        "token_bytes",
+        "chars",
+        "merges",
+        "added",
+        "raw_added",
+        "added_bytes",
+        "classes",
+        "class_pages",
+        "splits",
+        "states",
+    ),
+    *("nfc_pages", "decomposed", "decomposition_points", "compositions", "prefix", "suffix", "flags", "roles", "literals"),
+    *("empties", "strings", "string_bytes"),
+)
+PAGES = 0x110000 // 256
+
+
+def text_file(numbers: dict[str, list[int]] | None = None, tail: bytes = b"", version: int = 1, **sizes: int) -> bytes:
+    """A compiled text file of one token, "a", and as little of everything else as there may be; changed as it is said."""
+    of = dict.fromkeys(SIZES, 0) | {"vocab": 1, "token_bytes": 1, "strings": 1} | sizes
+    arrays = {
+        "token_starts": [0, 1],
+        "byte_ids": [0] * 256,
+        "added_starts": [0],
+        "class_pages": [],
+        "split_starts": [0],
+        "split_tables": [],
+        "prefix": [],
+        "roles": [],
+        "string_starts": [0, 0],
+    } | (numbers or {})
+    flat = [number for array in arrays.values() for number in array]
+    head = b"DLMTEXT" + bytes([version]) + struct.pack("<23i", *(of[name] for name in SIZES))
+    return head + struct.pack(f"<{len(flat)}i", *flat) + (tail or b"\0a")
+
+
+def with_text(made: bytes) -> Change:
+    def change(bundle: Path) -> None:
+        content(TEXT, made)(bundle)
+        put("text", {"file": TEXT})(bundle)
+
+    return change
+
+
+def splits(count: int, table: list[int]) -> bytes:
+    """Splits of one class each, which has every character."""
+    arrays = {"class_pages": [0] * PAGES, "split_starts": [*range(count + 1)], "split_tables": table * count}
+    return text_file(arrays, bytes(1) + bytes(256) + b"a", classes=1, class_pages=1, splits=count, states=count)
+
+
+# ---- Engines ----
+
+
+def engine(**changes: Any) -> Change:
+    """An engine for a GPU, described without fault but for ``changes``, over a file that is none."""
+
+    def change(bundle: Path) -> None:
+        manifest = json.loads((bundle / MANIFEST).read_text())
+        name = f"engines/{changes.get('target', 'rtx5090')}.engine"
+        (bundle / "engines").mkdir()
+        (bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
+        manifest["files"][name] = listed(name, b"engine")
+        manifest["loop"]["graph"]["device_file"] = GRAPH
+        profile = {"tokens": [1, 16, 32], "cached": [0, 0, 64], "rows": [1, 8, 32]}
+        hashes = {"judged": GRAPH, "device": GRAPH, "weights": DATA}
+        entry = {"file": name, "builder": "tensorrt_rtx", "version": "1.7.1.116", "sm": [120]}
+        entry |= {"built_from": {key: manifest["files"][file]["sha256"] for key, file in hashes.items()}}
+        entry |= {"profiles": {"prefill": profile, "block": profile}, "seal": 64 * "0"}
+        entry |= {key: value for key, value in changes.items() if key != "target"}
+        manifest["loop"]["engines"] = {changes.get("target", "rtx5090"): entry}
+        replace(bundle / MANIFEST, json.dumps(manifest).encode())
+
+    return change
+
+
+def _preset(field: str, value: Any) -> Change:
+    return put("loop", "presets", "llada", field, value)
+
+
+PORTS = ("loop", "graph", "ports")
+LOOP: list[Case] = [
+    Case("nothing", text(lambda _: ""), "expected a value, found the end of the text"),
+    Case("cut off", text(lambda found: found[: len(found) // 2]), "line "),
+    Case(
+        "not UTF-8",
+        text(lambda found: found.replace("llada", "ll\udcff", 1).encode("utf-8", "surrogateescape")),
+        "invalid UTF-8",
+    ),
+    Case("a byte order mark", text(lambda found: "\ufeff" + found), "expected a value"),
+    Case("NULs", text(lambda _: "\0" * 5000), "expected a value"),
+    Case("a list", text(lambda _: "[]"), "the document: expected an object"),
+    Case("deep nesting", text(lambda _: "[" * 10**6), "nested deeper than 64 levels"),
+    Case("NaN", spelled('"schema_version": 3', '"schema_version": NaN'), "expected a value"),
+    Case("Infinity", spelled('"schema_version": 3', '"schema_version": -Infinity'), "not a number"),
+    Case("a number of 5000 digits", spelled('"schema_version": 3', '"schema_version": 3' + "0" * 5000), "no double holds"),
+    Case(
+        "a key that is there twice",
+        spelled('"schema_version": 3', '"schema_version": 3, "schema_version": 3'),
+        "is there twice",
+    ),
+    Case("something behind the end", text(lambda found: found + "{}"), "expected the end of the text"),
+    Case("a comment", text(lambda found: "// bundle\n" + found), "expected a value"),
+    Case("half a character", spelled('"schema_version": 3', '"\\ud800": 3'), "unpaired surrogate"),
+    Case("a text that is not closed", text(lambda _: '{"' + "x" * 10**6), "a string is not closed"),
+    Case("too large", text(lambda found: found + " " * (4 << 20)), "is too large for a manifest"),
+    Case("two million values", text(lambda _: "[" + "0," * ((2 << 20) - 2) + "0]"), "expected an object"),
+    Case("a million keys", text(lambda _: "{" + ",".join(f'"{i}":0' for i in range(300_000)) + "}"), "schema_version"),
+    Case("an older schema", put("schema_version", 2), "is of an older dlm-export"),
+    Case("a newer schema", put("schema_version", 4), "is newer than the 3 that this runtime reads"),
+    Case("a schema that is text", put("schema_version", "3"), "schema_version: expected an integer"),
+    Case("a schema with a fraction", put("schema_version", 3.0), "schema_version: expected an integer"),
+    Case("a schema of 64 bits", put("schema_version", 1 << 63), "schema_version: expected an integer"),
+    Case("no loop", put("loop", GONE), 'the key "loop" is missing'),
+    Case("a loop that is a list", put("loop", []), "loop: expected an object"),
+    Case("an unknown key", put("autorun", "sh"), "autorun: unknown key"),
+    Case("an unknown key of the loop", put("loop", "library", "/tmp/x.so"), "loop.library: unknown key"),
+    Case("no vocabulary", put("loop", "vocab_size", 0), "loop.vocab_size: expected an integer"),
+    Case("a vocabulary of 2^31", put("loop", "vocab_size", 1 << 31), "loop.vocab_size: expected an integer"),
+    Case("a vocabulary that is text", put("loop", "vocab_size", "160"), "loop.vocab_size: expected an integer"),
+    Case(
+        "a mask outside the vocabulary", put("loop", "mask_token_id", 160), "loop.mask_token_id: expected an integer in 0..159"
+    ),
+    Case("an end that is the mask", put("loop", "eos_token_ids", [150]), "an end token is the mask token"),
+    Case("ends that are texts", put("loop", "eos_token_ids", ["1"]), "loop.eos_token_ids[0]: expected an integer"),
+    Case("a canvas of 2^40", put("loop", "max_canvas_length", 1 << 40), "loop.max_canvas_length: expected an integer"),
+    Case("a shift of two", put("loop", "shift", 2), "loop.shift: expected an integer in 0..1"),
+    Case("a block of nothing", put("loop", "visible_block", 0), "loop.visible_block: expected an integer"),
+    Case("one candidate", put("loop", "graph", "top_k", 1), "loop.graph.top_k: expected an integer"),
+    Case("an unknown cache type", put("loop", "graph", "cache_dtype", "int4"), "loop.graph.cache_dtype: expected"),
+    Case("no layers", put(*PORTS, "layers", []), "expected 1 to 1024 layers"),
+    Case("ten thousand layers", put(*PORTS, "layers", [{}] * 10_000), "expected 1 to 1024 layers"),
+    Case("no heads", put(*PORTS, "layers", 0, "kv_heads", 0), "kv_heads: expected an integer"),
+    Case("heads of 2^31", put(*PORTS, "layers", 0, "head_size", 1 << 31), "head_size: expected an integer"),
+    Case("a port without a name", put(*PORTS, "logits", ""), "logits: expected a port's name"),
+    Case("a port that clears the screen", put(*PORTS, "logits", "\x1b[2J"), "logits: expected a port's name"),
+    Case("two ports of one name", put(*PORTS, "logits", "entropy"), 'another port is called "entropy" too'),
+    Case("an unknown port", put(*PORTS, "shell", "x"), "ports.shell: unknown key"),
+    Case("a default preset that is not there", put("loop", "default_preset", "warp"), "default_preset: is not one of presets"),
+    Case("an unknown commit", _preset("commit", "magic"), '"magic" is nothing that this runtime knows'),
+    Case("a threshold above one", _preset("threshold", 1.5), "threshold = 1.5 is outside 0..1"),
+    Case("a threshold beyond doubles", spelled('"default_preset"', '"x": 1e999, "default_preset"'), "no double holds"),
+    Case("a negative block", _preset("block_length", -1), "block_length: expected an integer"),
+    Case("a block of 2^40", _preset("block_length", 1 << 40), "block_length: expected an integer"),
+    Case("effort without levels", put("loop", "effort", {"preset": "llada"}), 'the key "levels" is missing'),
+    Case(
+        "a precision that nobody knows",
+        put("precision", "layers", {"blocks.0.mlp.up": "int3"}),
+        "'int3' is not one of",
+        engine=None,
+    ),
+    Case("a target that is a number", put("targets", [7]), "targets[0]: 7 is not of type 'string'", engine=None),
+    Case("parameters that are text", put("network", "parameters", "many"), "network.parameters", engine=None),
+    Case("a tokenizer that is not listed", put("tokenizer", "../tokenizer.json"), "not listed in files", engine=None),
+    Case(
+        "a template that is not listed",
+        put("chat_template", {"file": "/etc/passwd", "special_tokens": {}}),
+        "not listed",
+        engine=None,
+    ),
+]
+NAMES = [
+    Case(f"a file called {name[:20]!r}", outside(name), "not a plain file name inside the bundle")
+    for name in ("../outside", "/etc/passwd", "a/../../outside", "./x", "a//b", "..", "", "a\\b", "x" * 300, "a\n", "ä")
+]
+FILES: list[Case] = [
+    Case("a file of -1 bytes", put("files", DATA, "bytes", -1), "bytes: expected an integer"),
+    Case("a file of 2^60 bytes", put("files", DATA, "bytes", 1 << 60), "bytes: expected an integer"),
+    Case("a file of 2^64 bytes", put("files", DATA, "bytes", 1 << 64), "bytes: expected an integer"),
+    Case("a file of half a byte", put("files", DATA, "bytes", 0.5), "bytes: expected an integer"),
+    Case("a hash that is short", put("files", DATA, "sha256", "ab"), "expected 64 lower-case hexadecimal digits"),
+    Case("a hash that is none", put("files", DATA, "sha256", None), "sha256: expected a string"),
+    Case("another hash", put("files", DATA, "sha256", 64 * "0"), "its SHA-256 is not the manifest's", DATA),
+    Case("no files", put("files", {}), "names a file that is not listed in files"),
+    Case("files that are a list", put("files", []), "files: expected an object"),
+    Case("a graph that is not listed", put("loop", "graph", "file", "../x.onnx"), "names a file that is not listed in files"),
+    Case("a graph that is missing", lambda bundle: (bundle / GRAPH).unlink(), "No such file", GRAPH),
+    Case("weights of no length", lies(DATA, b""), "0 bytes, but the manifest says", DATA),
+    Case("weights that are cut off", lies(DATA, lambda data: data[:-1]), "bytes, but the manifest says", DATA),
+    Case("weights that are longer", lies(DATA, lambda data: data + b"\0"), "bytes, but the manifest says", DATA),
+    Case(
+        "a flipped bit", lies(DATA, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "its SHA-256 is not the manifest's", DATA
+    ),
+    Case("a link out of the folder", stands(DATA, lambda path: path.symlink_to("/etc/passwd")), "a symbolic link", DATA),
+    Case("a link to a device", stands(DATA, lambda path: path.symlink_to("/dev/zero")), "a symbolic link", DATA),
+    Case("a link to itself", stands(GRAPH, lambda path: path.symlink_to(path.name)), "a symbolic link", GRAPH),
+    Case("a manifest that is a link", stands(MANIFEST, lambda path: path.symlink_to("/dev/zero")), "a symbolic link"),
+    Case("a pipe", stands(DATA, os.mkfifo), "not a plain file", DATA),
+    Case("a manifest that is a pipe", stands(MANIFEST, os.mkfifo), "not a plain file"),
+    Case("a folder", stands(GRAPH, Path.mkdir), "not a plain file", GRAPH),
+    Case("a manifest that is a folder", stands(MANIFEST, Path.mkdir), "not a plain file"),
+    Case("a socket", stands(DATA, a_socket), "not a plain file", DATA),
+]
+GRAPHS = [
+    Case(name, change, says, GRAPH, "onnxruntime")
+    for name, change, says in (
+        ("a graph of no length", content(GRAPH, b""), ""),
+        ("a graph of zeros", content(GRAPH, bytes(1000)), ""),
+        ("a graph that is a picture", content(GRAPH, b"\x89PNG\r\n\x1a\n" + bytes(99)), ""),
+        ("a graph that is a zip", content(GRAPH, b"PK\3\4" + bytes(99)), ""),
+        ("a graph that is cut off", content(GRAPH, lambda data: data[: len(data) // 2]), ""),
+        ("weights above the folder", external("location", "../outside"), ""),
+        ("weights of the system", external("location", "/etc/passwd"), ""),
+        ("weights of another name", external("location", "other.data"), ""),
+        ("weights that start behind the file", external("offset", str(1 << 40)), ""),
+        ("weights that start before the file", external("offset", "-4096"), ""),
+        ("weights that start at no number", external("offset", "first"), ""),
+        ("weights that are longer than the file", external("length", str((1 << 63) - 1)), ""),
+        ("weights of -1 bytes", external("length", "-1"), ""),
+        ("a tensor of 2^40 rows", dimension(1 << 40), ""),
+        ("a tensor of -1 rows", dimension(-1), ""),
+        ("an unknown operator", node(op_type="Shell"), ""),
+        ("an operator of somebody else", node(domain="com.example"), ""),
+        ("a node that wants what is nowhere", graph(lambda model: model.graph.node[0].input.__setitem__(0, "nowhere")), ""),
+        ("an input too many", graph(lambda model: model.graph.input.add(name="x").CopyFrom(model.graph.input[0])), ""),
+        ("no outputs", graph(lambda model: model.graph.ClearField("output")), ""),
+        ("a cache of another type", put("loop", "graph", "cache_dtype", "float16"), "but the manifest makes it float16"),
+        ("heads that the graph has not", put(*PORTS, "layers", 1, "kv_heads", 2), 'the input "past_key.1"'),
+        ("a vocabulary that the graph has not", put("loop", "vocab_size", 161), "but the manifest makes it"),
+        ("a port that the graph has not", put(*PORTS, "entropy", "surprise"), 'the output "surprise" is missing'),
+    )
+]
+ENGINES: list[Case] = [
+    Case("an engine of an unknown builder", engine(builder="openvino"), 'expected "tensorrt" or "tensorrt_rtx"'),
+    Case("an engine of no version", engine(version="latest"), "expected a version"),
+    Case("an engine for no device", engine(sm=[]), "names no compute capability"),
+    Case("an engine for a device of 2^31", engine(sm=[1 << 31]), "expected an integer"),
+    Case("an engine that is elsewhere", engine(file="engines/../../x.engine"), "names a file that is not listed in files"),
+    Case("an engine of a target that is a path", engine(target="../x"), "not a plain file name|is not a target's name"),
+    Case("an engine with a profile of two sizes", engine(profiles={"prefill": {}, "block": {}}), "profiles"),
+]
+TEXTS = [
+    Case(name, with_text(made), says, TEXT)
+    for name, made, says in (
+        ("a text file of no length", b"", "not a compiled text file, or cut off"),
+        ("a text file of another kind", b"\x7fELF" + bytes(200), "not a compiled text file"),
+        ("a text file of a later version", text_file(version=9), "a text file of version 9"),
+        ("a text file that is cut off", text_file()[:-1], "are more than its bytes"),
+        ("a text file that goes on", text_file() + b"\0", "are fewer than its bytes"),
+        ("a vocabulary of 2^31 - 1", text_file(vocab=(1 << 31) - 1), "vocab_size is outside"),
+        ("sizes below 0", text_file(merges=-1), "are below 0"),
+        ("two thousand million merges", text_file(merges=(1 << 31) - 1), "are more than its bytes"),
+        ("a byte of no token", text_file({"byte_ids": [0] * 255 + [1]}), "byte_ids holds 1, outside -1..0"),
+        ("tokens that go backwards", text_file({"token_starts": [1, 0]}), "token_starts"),
+        (
+            "a token of a million bytes",
+            text_file({"token_starts": [0, 10**6]}, bytes(1) + b"a" * 10**6, token_bytes=10**6),
+            "tokens have one of more than",
+        ),
+        ("a prefix of no token", text_file({"prefix": [7]}, prefix=1), "prefix holds 7"),
+        (
+            "a prefix of a million tokens",
+            text_file({"prefix": [0] * 10**6}, prefix=10**6),
+            "are larger than any of a tokenizer",
+        ),
+        ("a split that leads out", splits(1, [9, 0]), "lead out of their split"),
+        ("a hundred thousand splits", splits(100_000, [2, 1]), "are larger than any of a tokenizer"),
+        ("splits without classes", text_file(splits=1), "have no classes of characters"),
+        ("an added text of no length", text_file({"added_starts": [0, 0, 0, 0]}, added=1), "added"),
+        ("chats of a hundred roles", text_file(roles=100), "are larger than any of a tokenizer"),
+        ("a chat of texts that are not there", text_file({"roles": [5, 0, 0, 0, 0, 0, 0, 0]}, roles=1), "roles holds 5"),
+    )
+]
+CASES = [*LOOP, *NAMES, *FILES, *GRAPHS, *ENGINES, *TEXTS]
