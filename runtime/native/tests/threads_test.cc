@@ -40,7 +40,7 @@ dlm_status run(void* user, const dlm_pass* pass) {
 }
 
 int32_t stop_sometimes(void* user, const dlm_step* step) {
-  CHECK(step->length == kLength && step->nfe > 0);
+  CHECK(step->length == kLength && step->nfe >= 0);  // one that is late from the start makes no pass
   return ++*static_cast<int*>(user) == 3;
 }
 
