@@ -65,7 +65,8 @@ class World {
     denoiser.visible_block = kind / 64 == 3 ? 8 : 0;
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
     if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;  // nothing that takes long
-    vocab_ = denoiser.vocab_size, top_k_ = denoiser.top_k;
+    if (denoiser.vocab_size >= 3) vocab_ = denoiser.vocab_size;
+    top_k_ = denoiser.top_k;
     if (is_rare()) denoiser.struct_size = input_.byte();
     char message[512] = "";
     const dlm_status status = dlm_bundle_from_callback(&denoiser, &World::pass, this, message, sizeof message, &bundle_);
