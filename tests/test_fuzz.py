@@ -78,8 +78,8 @@ def test_calls_survive_the_failure_of_any_allocation(sanitized: Path, demo_bundl
 
 
 @pytest.mark.slow
-def test_calls_survive_the_failure_of_each_allocation(sanitized: Path, demo_bundle: Path) -> None:  # noqa: F811
-    allocations(sanitized, 1, demo_bundle)
+def test_calls_survive_the_failure_of_every_third_allocation(sanitized: Path, demo_bundle: Path) -> None:  # noqa: F811
+    allocations(sanitized, 3, demo_bundle)
 
 
 # ---- Threads ----
