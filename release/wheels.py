@@ -24,9 +24,7 @@ ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 TOOLCHAIN = "runtime/native/cmake/aarch64-linux-gnu.cmake"  # in the sdist as here
 OBJDUMP = {"x86_64": "objdump", "aarch64": "aarch64-linux-gnu-objdump"}
-# A wheel's library meets other C++ libraries in its process (ONNX Runtime's), of any age; nothing of it is exported. What of
-# the C++ library is not called is left out: its random_device alone would ask for glibc 2.36.
-STATIC = "-static-libstdc++ -Wl,--gc-sections"
+STATIC = "DLM_STATIC_LIBSTDCXX"
 
 
 def run(*command: str | Path, **variables: str) -> str:
@@ -47,14 +45,14 @@ def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
         symbols = run(OBJDUMP[architecture], "-T", library)
         needed = re.findall(r"NEEDED +(\S+)", run(OBJDUMP[architecture], "-p", library))
     if "GLIBCXX_" in symbols or any(name.startswith("libstdc++") for name in needed):
-        sys.exit(f"{wheel.name}: its library asks for a libstdc++: {STATIC} did not reach the linker")
+        sys.exit(f"{wheel.name}: its library asks for a libstdc++: {STATIC} did not reach CMake")
     print(f"{wheel.name} needs {', '.join(needed)}", file=sys.stderr)
     return max((int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols))
 
 
 def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
     """The wheel of an sdist for a processor, tagged for the glibc that it needs."""
-    settings = [f"cmake.define.CMAKE_SHARED_LINKER_FLAGS={STATIC}"]
+    settings = [f"cmake.define.{STATIC}=ON"]
     variables, isolation = {}, []
     if architecture != platform.machine():
         if shutil.which("aarch64-linux-gnu-g++") is None:
