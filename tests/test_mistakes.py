@@ -38,6 +38,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "run": "NOWHERE --tokens 1",
             "effort": "NOWHERE",
             "chat": "NOWHERE",
+            "doctor": "NOWHERE",
             "bench": "NOWHERE",
             "plan": "NOWHERE --targets cpu",
         },
@@ -121,6 +122,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "plan": "BUNDLE --targets cpu --batch -1",
             "targets": "--batch -1",
             "embed": "--batch -1",
+            "doctor": "--batch -1",
         },
     ),
     "a preset that is not there": (
