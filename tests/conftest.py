@@ -36,6 +36,7 @@ GROUPS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for pytest-xdist's ``--dist loadgroup``."""
     of = {name: group for group, names in GROUPS.items() for name in names}

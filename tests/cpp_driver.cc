@@ -163,8 +163,9 @@ void test_schedulers() {
   scheduler.stop();
   passes.join();
   check(called > 0, "steps were told");
-  Job last = scheduler.submit({5}, of_length(4));
-  { const Scheduler gone = std::move(scheduler); }
+  Scheduler other(bundle, few);
+  Job last = other.submit({5}, of_length(4));
+  { const Scheduler gone = std::move(other); }
   check(last.wait(0) && last.result().finish == DLM_FINISH_CANCELLED, "a job outlives its scheduler");
   Job moved = std::move(last);
   check(moved.wait(0), "a job moves");
