@@ -18,19 +18,9 @@ from dlm_export.graph import trace
 # Tiny denoisers: a second thread costs more than it computes, and much more beside other work.
 torch.set_num_threads(1)
 
-# Files that share what takes long to make (a native build, engines, the demo) run on one worker; every other file is a group of
-# its own.
+# Files that share what takes long to make (engines, the demo) run on one worker; every other file is a group of its own. The
+# native build is one folder for all workers.
 GROUPS = {
-    "native": (
-        "test_native",
-        "test_native_tensorrt",
-        "test_kernels",
-        "test_abi",
-        "test_text",
-        "test_embed",
-        "test_fuzz",
-        "test_hostile_bundles",
-    ),
     "demo": ("test_demo", "test_tools", "test_chat"),
     "engines": ("test_engines", "test_audit", "test_device_graph", "test_device_builds", "test_engine_refusals"),
 }
