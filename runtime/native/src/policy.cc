@@ -97,11 +97,11 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
   // torch.linspace(1, eps, steps + 1) in fp32: from either end by the rounded increment, one rounding a value.
-  const int32_t count = steps + 1;
-  const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(count - 1);
+  const int32_t half = steps / 2 + steps % 2;  // of steps + 1, which may be no int32
+  const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {
-    const double exact = i < count / 2 ? 1.0 + static_cast<double>(increment) * i
-                                       : static_cast<double>(end) - static_cast<double>(increment) * (count - 1 - i);
+    const double exact = i < half ? 1.0 + static_cast<double>(increment) * i
+                                  : static_cast<double>(end) - static_cast<double>(increment) * (steps - i);
     return static_cast<float>(exact);
   };
   const float share = 1.0f - t(step + 1) / t(step);
