@@ -66,7 +66,7 @@ class World {
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
     if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;  // nothing that takes long
     if (denoiser.vocab_size >= 3) vocab_ = denoiser.vocab_size;
-    top_k_ = denoiser.top_k;
+    top_k_ = denoiser.top_k, mask_ = denoiser.mask_token_id;
     if (is_rare()) denoiser.struct_size = input_.byte();
     char message[512] = "";
     const dlm_status status = dlm_bundle_from_callback(&denoiser, &World::pass, this, message, sizeof message, &bundle_);
@@ -199,7 +199,7 @@ class World {
     const dlm_status status = check(of, dlm_session_generate(of, &chosen, tokens_.data(), count, capacity, is_rare() ? nullptr : &stats, &length));
     CLAIM(status == DLM_OK ? length >= count : length == 0 && tokens_ == before);
     for (size_t i = 0; i < length; ++i)
-      CLAIM(tokens_[i] >= 0 && tokens_[i] < vocab_ && (i >= count || before[i] == 0 || tokens_[i] == before[i]));
+      CLAIM(tokens_[i] >= 0 && tokens_[i] < vocab_ && (i >= count || before[i] == mask_ || tokens_[i] == before[i]));
   }
 
   void batch() {
@@ -277,7 +277,7 @@ class World {
   std::vector<dlm_job*> jobs_;
   dlm_policy policy_{};
   std::array<int32_t, kRoom> tokens_{};
-  int32_t vocab_ = 3, top_k_ = 2;
+  int32_t vocab_ = 3, top_k_ = 2, mask_ = 0;
   uint64_t seen_ = 0;
 };
 
