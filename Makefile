@@ -7,7 +7,7 @@
 #   make fuzz   fuzz the native library's readers, FUZZ_SECONDS each; needs clang
 
 PYTHON ?= python3
-# Options of generation.py, which then runs alone: `make bench BENCH=--quick` takes ten minutes, everything about five hours.
+# Options of generation.py, which then runs alone, as in `make bench BENCH=--quick`.
 BENCH ?=
 FUZZ_SECONDS ?= 600
 # Tests that share what takes long to make stay on one worker.
@@ -73,8 +73,6 @@ else
 	  --markdown build/benchmarks/generation.md
 	$(BIN)/python benchmarks/passes.py --json build/benchmarks/passes.json
 	$(BIN)/python benchmarks/first_token.py --json build/benchmarks/first_token.json
-	$(BIN)/python benchmarks/long.py --json build/benchmarks/long.json
-	$(BIN)/python benchmarks/export.py
 endif
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)

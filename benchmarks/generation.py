@@ -1,8 +1,8 @@
 """Whole generations side by side: this runtime, the reference loop in torch, llama.cpp; each in a process of its own.
 
     python benchmarks/generation.py --quick
-    python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 32,128,512] [--new 128,512] [--batch 1,4,8]
-                                    [--rounds 3] [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
+    python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
+                                    [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
 Contestants take turns, round after round; the others are stopped meanwhile, so that threads that spin take nothing from it.
 Each has the threads (all cores or half of them) and the OMP_WAIT_POLICY that a pass of its own was fastest by, measured before.
@@ -321,12 +321,12 @@ def _numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="134M, 128 given and 128 new tokens, batch 1, fewer contestants")
+    parser.add_argument("--quick", action="store_true", help="134M alone, fewer contestants")
     parser.add_argument("--sizes", default="134M,1B")
     parser.add_argument("--contestants", help=f"of {KNOWN}; the first is the one that others agree with or not")
-    parser.add_argument("--prompts", type=_numbers, default=[32, 128, 512])
-    parser.add_argument("--new", type=_numbers, default=[128, 512])
-    parser.add_argument("--batch", type=_numbers, default=[1, 4, 8])
+    parser.add_argument("--prompts", type=_numbers, default=[128])
+    parser.add_argument("--new", type=_numbers, default=[128])
+    parser.add_argument("--batch", type=_numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--sampled-passes", type=int, default=0, help="time so many, over batch, where all cost the same; 0: all"
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.prompts, options.new, options.batch = "134M", [128], [128], [1]
+        options.sizes = "134M"
     wanted = options.contestants.split(",") if options.contestants else list(QUICK if options.quick else ALL)
     for name in wanted:
         if not name.startswith(f"{NATIVE}-") and name not in TORCH_NAMES + LLAMA_NAMES:

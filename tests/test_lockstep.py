@@ -87,15 +87,27 @@ def test_only_what_has_room_goes_on_together(llada_checkpoint: Path, monkeypatch
         next(lockstep.courses(layered, starts, policy, 9 * lockstep.cache_bytes(layered)))
 
 
-def test_a_denoiser_that_is_sure_of_nothing_takes_so_many_passes_a_block(llada_checkpoint: Path) -> None:
+def test_a_denoiser_that_is_sure_of_nothing_takes_so_many_passes_a_block(
+    llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_source(llada_checkpoint)
     layered = families.layered(source.parameters, source.network)
     done: list[int] = []
     policy = Policy(commit="threshold", threshold=1.0, block_length=64)
+    steps: list[int] = []
+    make_passes = lockstep._make_passes
+
+    def counted(*arguments: Any) -> None:
+        make_passes(*arguments)
+        steps.append(len(done))
+
+    monkeypatch.setattr(lockstep, "_make_passes", counted)
     run = trajectories(layered, policy, None, lambda: done.append(1))
     samples = [Sample(np.arange(10, 20), 4, "", ""), Sample(np.arange(10, 30), 0)]
     courses = list(run(samples))
     assert len(done) == len(courses) == 2
+    assert steps == sorted(steps)
+    assert 1 in steps  # told while they go on together, not at their end
     mask = source.network.mask_token_id
     for course, sample, prompt_length in zip(courses, samples, (4, 10), strict=True):
         assert len(course) == TRAJECTORY_PASSES + 1

@@ -148,5 +148,5 @@ def test_a_long_command_says_how_far_it_is_where_there_is_no_terminal(
 
 
 def test_progress_of_one_unit_promises_nothing() -> None:
-    assert "left" not in printing.told_progress("trace graph", 0, 1, 3.0)
+    assert printing.told_progress("trace graph", 0, 1, 3.0).startswith("trace graph, 3 s so far")
     assert printing.told_progress("judge", 10, 40, 5.0).startswith("judge 25%, 10 of 40, 2/s, 15 s left, 5 s so far")

@@ -192,11 +192,11 @@ EASY_STEPS = 600
 """How often commands of one call are drawn, of two, and so on: at first, and after so many steps."""
 
 
-def lessons(training: Training, seed: int) -> Iterator[Request]:
-    """Training commands, of more and more calls as ``training`` goes on."""
+def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]:
+    """Training commands, of more and more calls in the first ``easy_steps`` steps of ``training``."""
 
     def weights() -> list[float]:
-        share = min(1.0, training.step / EASY_STEPS)
+        share = min(1.0, training.step / easy_steps) if easy_steps else 1.0
         return [early + share * (late - early) for early, late in zip(EARLY, LATE, strict=True)]
 
     return training_requests(seed, weights)
@@ -204,6 +204,7 @@ def lessons(training: Training, seed: int) -> Iterator[Request]:
 
 @click.command()
 @click.option("--first", type=click.Path(path_type=Path), required=True, help="Folder of the first demo.")
+@click.option("--init", type=click.Path(path_type=Path), help="Go on from these weights of the second demo.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
 @click.option("--state", type=click.Path(path_type=Path), required=True, help="File to save the run in, and to resume it from.")
 @click.option("--minutes", type=float, default=150.0, show_default=True, help="Processor time in all.")
@@ -213,7 +214,16 @@ def lessons(training: Training, seed: int) -> Iterator[Request]:
 @click.option("--save-minutes", type=float, default=3.0, show_default=True, help="Minutes between saves.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
 def main(
-    first: Path, out: Path, state: Path, minutes: float, rate: float, tokens: int, seed: int, save_minutes: float, threads: int
+    first: Path,
+    init: Path | None,
+    out: Path,
+    state: Path,
+    minutes: float,
+    rate: float,
+    tokens: int,
+    seed: int,
+    save_minutes: float,
+    threads: int,
 ) -> None:
     """Train the second demo from the first; stop it whenever you like, and resume it with the same command.
 
@@ -226,21 +236,22 @@ def main(
     save_tokenizer(tokenizer, out)
     origin = load_checkpoint(first)
     network = describe(origin.network)
-    denoiser = Denoiser(network)
+    denoiser = Denoiser(network) if init is None else load_checkpoint(init).requires_grad_(True)
     training = Training(denoiser, rate)
     if state.exists():
         training.resume(state)
-    else:
+    elif init is None:
         (sample,) = itertools.islice(batches(training_requests(seed + 1), tokenizer, 2000), 1)
         initialise(denoiser, origin, sample.canvases)
         training = Training(denoiser, rate)
     is_easy = easy_tokens(network, tokenizer)
+    easy_steps = EASY_STEPS if init is None else 0
     judged = Denoiser(network)
     held_out = [request for _, request in held_out_requests(seed + 2, 48)]
 
     def losses() -> Iterator[Callable[[], Tensor]]:
         # A resumed run draws other commands than those before it.
-        for batch in batches(lessons(training, seed + 1000 * training.step), tokenizer, tokens):
+        for batch in batches(lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens):
             yield lambda batch=batch: loss_of(denoiser, batch, hide(batch, is_easy))
 
     def save() -> None:

@@ -1,7 +1,7 @@
 """What both demos are trained with: optimisers, the rate over a run, averaged weights, and a state that a run resumes from.
 
 Muon (Keller Jordan's, with the constants of torch.optim.Muon) trains the layers' matrices and AdamW the rest. torch's own
-Muon orthogonalises in bf16, which processors without bf16 kernels compute fifty times slower than fp32.
+Muon always orthogonalises in bf16, which processors without bf16 kernels compute fifty times slower than fp32.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=1e-7)
+    if has_bf16_kernels(matrix.device):
+        x = x.bfloat16()
     for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if is_tall else x
+    return (x.T if is_tall else x).to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):

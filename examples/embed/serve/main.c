@@ -37,7 +37,12 @@ static int usage(void) {
   return 2;
 }
 
-/* Reads the command line; 0: it is wrong. */
+static int wrong(const char *what, const char *why) {
+  fprintf(stderr, "serve: %s %s\n", what, why);
+  return 0;
+}
+
+/* Reads the command line; 0: it is wrong, and was said to be. */
 static int read_settings(int argc, char **argv, struct settings *to) {
   const struct {
     const char *name;
@@ -55,10 +60,11 @@ static int read_settings(int argc, char **argv, struct settings *to) {
   const struct {
     const char *name, **value;
   } texts[] = {{"--address", &to->address}, {"--preset", &to->preset}, {"--model", &to->model}};
-  if (argc < 2 || argc % 2 != 0) return 0;
+  if (argc < 2 || argv[1][0] == '-') return wrong("the bundle's folder", "comes first");
   to->bundle = argv[1];
   for (int i = 2; i < argc; i += 2) {
     int is_known = 0;
+    if (i + 1 == argc) return wrong(argv[i], "has no value behind it");
     for (size_t n = 0; n < sizeof texts / sizeof *texts; ++n)
       if (strcmp(argv[i], texts[n].name) == 0) *texts[n].value = argv[i + 1], is_known = 1;
     for (size_t n = 0; n < sizeof numbers / sizeof *numbers; ++n) {
@@ -66,9 +72,14 @@ static int read_settings(int argc, char **argv, struct settings *to) {
       char *end;
       *numbers[n].value = (double)strtol(argv[i + 1], &end, 10);
       const double number = *numbers[n].value;
-      is_known = end != argv[i + 1] && *end == '\0' && number >= numbers[n].low && number <= numbers[n].high;
+      if (end == argv[i + 1] || *end != '\0' || number < numbers[n].low || number > numbers[n].high) {
+        char why[96];
+        snprintf(why, sizeof why, "is no whole number in %.0f..%.0f", numbers[n].low, numbers[n].high);
+        return wrong(argv[i], why);
+      }
+      is_known = 1;
     }
-    if (!is_known) return 0;
+    if (!is_known) return wrong(argv[i], "is no option");
   }
   return 1;
 }

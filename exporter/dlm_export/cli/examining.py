@@ -41,10 +41,10 @@ def doctor(context: click.Context, bundle: Path | None, names: str | None, as_js
 
 
 def print_report(report: Report) -> None:
-    """Every finding in a table; behind it what to do about what is missing, then about what is merely noted."""
+    """Every finding in a table; behind it what to do about what is missing, then what could be had besides."""
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
-    for title, is_missing in (("What to do:", True), ("What could be done:", False)):
+    for title, is_missing in (("What to do:", True), ("Optional:", False)):
         told = [each for each in report.findings if each.remedy and (each.state == "missing") == is_missing]
         if told:
             click.echo(title)

@@ -106,9 +106,10 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [f"{stage} {done / max(1, total):.0%}"]
+    told = [stage]  # one unit is not there, and then it is: no share of it
     if total > 1:
-        told[0] += f", {format_bytes(done)} of {format_bytes(total)}" if is_bytes else f", {done} of {total}"
+        told[0] += f" {done / total:.0%}"
+        told.append(f"{format_bytes(done)} of {format_bytes(total)}" if is_bytes else f"{done} of {total}")
     if total > 1 and 0 < done < total and seconds > 0:
         rate = done / seconds
         told += [f"{format_bytes(rate)}/s" if is_bytes else f"{rate:.3g}/s", f"{(total - done) / rate:.0f} s left"]

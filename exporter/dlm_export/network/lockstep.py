@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,12 +55,22 @@ class _Course:
         if self.span is None:
             self.cache = []
 
+    def left(self) -> int:
+        """Positions that passes to come have to decide."""
+        return 0 if self.span is None else int(np.count_nonzero(self.run.canvas.undecided))
+
 
 @torch.no_grad()
 def courses(
-    layered: Layered, canvases: Sequence[Canvas], policy: Policy, memory_bytes: int | None = None
+    layered: Layered,
+    canvases: Sequence[Canvas],
+    policy: Policy,
+    memory_bytes: int | None = None,
+    on_decided: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[list[Canvas]]:
     """Of each canvas, in their order, what it was before the first pass and after each one.
+
+    ``on_decided`` is told after each step how many positions fewer are left.
 
     As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in half of ``memory_bytes``
     (None: any); one at least. Raises MemoryLimitError if the longest has none in all of it.
@@ -90,7 +101,9 @@ def courses(
                 step.append(under_way[-1])
                 tokens += len(step[-1].run.tokens)
         if step:
+            before = sum(course.left() for course in step)
             _make_passes(layered, held, norm, head, step)
+            on_decided(before - sum(course.left() for course in step))
         while under_way and under_way[0].span is None:
             yield under_way.popleft().canvases
 

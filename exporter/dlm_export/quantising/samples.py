@@ -153,7 +153,8 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 def trajectories(layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]) -> Trajectories:
     """Samples' canvases under a policy: before the first pass and after each one, their responses masked.
 
-    A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``. ``on_done`` is called a sample.
+    A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``. ``on_done`` is called a sample,
+    as soon as that share of all masked positions is decided.
     """
     from dlm_export.network import lockstep  # here: data is read, and bundles are judged by it, without torch
 
@@ -169,8 +170,17 @@ def trajectories(layered: Layered, policy: Policy, memory_bytes: int | None, on_
         return start_canvas(sample.tokens[:prompt_length].tolist(), length, c.mask_token_id)
 
     def run(samples: Sequence[Sample]) -> Iterator[list[np.ndarray]]:
-        for course in lockstep.courses(layered, [start(sample) for sample in samples], policy, memory_bytes):
-            on_done()
+        starts = [start(sample) for sample in samples]
+        masked, decided, done = sum(int(canvas.undecided.sum()) for canvas in starts), 0, 0
+
+        def on_decided(positions: int) -> None:
+            nonlocal decided, done
+            decided += positions
+            while done < len(samples) and (done + 1) * masked <= decided * len(samples):
+                done += 1
+                on_done()
+
+        for course in lockstep.courses(layered, starts, policy, memory_bytes, on_decided):
             yield [canvas.tokens for canvas in course]
 
     return run

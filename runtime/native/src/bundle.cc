@@ -51,6 +51,7 @@ std::string read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifest;
   struct stat info {};
   if (stat(folder.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s", folder.c_str(), std::strerror(errno));
+  if (!S_ISDIR(info.st_mode)) fail(DLM_NOT_FOUND, "%s: no folder, and a bundle is one. `dlm-export build` writes it.", folder.c_str());
   refuse_links(folder, kManifest);
   if (stat(path.c_str(), &info) != 0)
     fail(DLM_NOT_FOUND, "%s: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.", folder.c_str());

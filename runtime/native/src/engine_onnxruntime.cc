@@ -31,7 +31,8 @@ namespace {
 
 constexpr char kAdvice[] =
     "Python finds what pip installs (onnxruntime). A C program finds the system's (Debian: libonnxruntime); of any other, pip's too, "
-    "give the path of libonnxruntime.so: engine_library of dlm_open_options, or DLM_ONNXRUNTIME.";
+    "give the path of libonnxruntime.so (`dlm-export embed --engine` prints pip's): engine_library of dlm_open_options, or "
+    "DLM_ONNXRUNTIME.";
 
 constexpr char kGpuAdvice[] =
     "Python finds what pip installs (onnxruntime-gpu). In C give the path of its libonnxruntime.so: engine_library of "
