@@ -9,6 +9,8 @@
 PYTHON ?= python3
 # Options of generation.py, which then runs alone, as in `make bench BENCH=--quick`.
 BENCH ?=
+# Who is measured at 1.03 B parameters.
+LARGE := native-int8,native-int4-rtn,torch-bf16,llama.cpp-Q8_0,llama.cpp-Q4_0
 FUZZ_SECONDS ?= 600
 # Tests that share what takes long to make stay on one worker.
 WORKERS := -n $(shell nproc) --dist loadgroup
@@ -69,8 +71,10 @@ ifneq ($(BENCH),)
 	$(BIN)/python benchmarks/generation.py $(BENCH)
 else
 	@mkdir -p build/benchmarks
-	$(BIN)/python benchmarks/generation.py --sampled-passes 4 --json build/benchmarks/generation.json \
-	  --markdown build/benchmarks/generation.md
+	$(BIN)/python benchmarks/generation.py --sizes 134M --sampled-passes 4 --json build/benchmarks/generation-134M.json \
+	  --markdown build/benchmarks/generation-134M.md
+	$(BIN)/python benchmarks/generation.py --sizes 1B --sampled-passes 4 --demo 0 --contestants $(LARGE) \
+	  --json build/benchmarks/generation-1B.json --markdown build/benchmarks/generation-1B.md
 	$(BIN)/python benchmarks/passes.py --json build/benchmarks/passes.json
 	$(BIN)/python benchmarks/first_token.py --json build/benchmarks/first_token.json
 endif

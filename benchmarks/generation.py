@@ -43,12 +43,12 @@ from dlm_runtime.policy import PRESETS
 BLOCK = 32
 STATIC = PRESETS["llada"].with_fields({"cache": "dual", "stop": "none", "block_length": BLOCK}).as_dict()
 THRESHOLD = PRESETS["fast-dllm"].as_dict()
-NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8")
+NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8", f"{NATIVE}-int4-rtn")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
 KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
 WAIT_POLICIES = ("passive", "active")  # OpenMP's, by which torch and llama.cpp thread
 TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass that settings are tried with
-QUICK = (*NATIVE_NAMES, "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
+QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
 DEMO_NEW = 64  # tokens of an answer of the demo, eos included, as examples/demo/evaluate.py asks for
 DEMO_TURN = 50  # commands a turn: enough that a contestant answers from warm caches

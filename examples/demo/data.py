@@ -16,6 +16,7 @@ Label rules, so that every command has exactly one right call:
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import json
 import random
@@ -110,9 +111,23 @@ def _any_words(rng: random.Random, most: int) -> str:
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
 
+@functools.cache
+def _spoken_words() -> tuple[str, ...]:
+    """Words that training templates have, and no value: a value that began with one would be the first to."""
+    templates = (re.sub(r"\{.*?\}", " ", template) for function in FUNCTIONS for template in function.training)
+    return tuple(sorted({word for template in templates for word in re.findall("[a-z]{3,}", template)} - set(ANY_WORDS)))
+
+
+def _any_word(rng: random.Random) -> str:
+    """One in six made up, one in four a compound such as ``playfence``, of a word that only commands have and any other."""
+    if rng.random() < 0.25:
+        return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
+    return _word(rng, ANY_WORDS, 1 / 6)
+
+
 def _any_phrase(rng: random.Random) -> str:
-    """One to three unrelated words, every word as likely as any other, one in six made up."""
-    return " ".join(_word(rng, ANY_WORDS, 1 / 6) for _ in range(rng.choice((1, 2, 2, 3))))
+    """One to three unrelated words, every word as likely as any other."""
+    return " ".join(_any_word(rng) for _ in range(rng.choice((1, 2, 2, 3))))
 
 
 def _noun_phrase(rng: random.Random) -> str:

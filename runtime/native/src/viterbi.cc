@@ -1,6 +1,7 @@
 #include "viterbi.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace dlm {
@@ -76,11 +77,15 @@ const Viterbi::Best& Viterbi::weigh_group(const Place& place, int32_t group) {
 Viterbi::Step Viterbi::step_from(const Place& place, int32_t state) {
   const int32_t *const states = automaton_.edge_states.data(), *const groups = automaton_.edge_groups.data();
   const int32_t first = automaton_.edge_starts[at(state)], last = automaton_.edge_starts[at(state) + 1];
+  const double* const ahead = ahead_.data();
+  double* const weights = group_weights_.data();
   const auto weigh_edge = [&](int32_t edge) {
-    const double ahead = ahead_[at(states[edge])];
-    if (ahead == kNever) return kNever;
-    const Best& kept = groups_[at(groups[edge])];
-    return ahead + (kept.place == place_ ? kept.weight : weigh_group(place, groups[edge]).weight);
+    double& weight = weights[groups[edge]];
+    if (std::isnan(weight)) {
+      if (ahead[states[edge]] == kNever) return kNever;
+      weight = weigh_group(place, groups[edge]).weight;
+    }
+    return ahead[states[edge]] + weight;
   };
   // Without a branch on which edge is better, which nobody could predict. Equal ones are rare.
   double weight = kNever;
@@ -109,6 +114,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::
     if (ends[at(end)] != 0) ahead_[at(end)] = 0;
   for (size_t i = length; i-- > 0;) {
     place_ = static_cast<int32_t>(i);
+    group_weights_.assign(at(automaton_.groups), std::numeric_limits<double>::quiet_NaN());
     const std::vector<int32_t>& met = ways_.before(i);
     std::vector<Step>& steps = steps_[i];
     steps.resize(met.size());
@@ -130,26 +136,35 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::
 void Viterbi::find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, std::vector<int32_t>& classes) {
   constexpr int32_t none = -2, several = -1;
   ways_.meet(state, places);
-  classes.assign(places.size(), none);
+  classes.resize(places.size());
   leads_on_ = ends;
   std::vector<uint8_t> found;
+  // Bytes may alias all else: what the inner loop reads is held here.
+  const int32_t *const starts = automaton_.edge_starts.data(), *const states = automaton_.edge_states.data(),
+                *const groups = automaton_.edge_groups.data(), *const group_starts = automaton_.group_starts.data();
   for (size_t i = places.size(); i-- > 0;) {
     ways_.look_at(places[i]);
-    found.assign(ways_.before(i).size(), 0);
-    for (size_t from = 0; from < found.size(); ++from) {
-      const size_t number = at(ways_.before(i)[from]);
-      for (int32_t edge = automaton_.edge_starts[number]; edge < automaton_.edge_starts[number + 1]; ++edge) {
-        const int32_t group = automaton_.edge_groups[at(edge)];
-        if (leads_on_[at(automaton_.edge_states[at(edge)])] == 0 || !ways_.may_stand(group)) continue;
-        found[from] = 1;
-        const int32_t first = automaton_.group_starts[at(group)], only = automaton_.group_classes[at(first)];
-        const bool is_one = automaton_.group_starts[at(group) + 1] == first + 1 && (classes[i] == none || classes[i] == only);
-        classes[i] = is_one ? only : several;
-        if (!is_one) break;
+    const std::vector<int32_t>& met = ways_.before(i);
+    const bool is_free = places[i].token < 0;
+    const uint8_t* const leads_on = leads_on_.data();
+    int32_t only = none;
+    found.resize(met.size());
+    for (size_t from = 0; from < met.size(); ++from) {
+      uint8_t is_found = 0;
+      for (int32_t edge = starts[met[from]], last = starts[met[from] + 1]; edge < last; ++edge) {
+        const int32_t group = groups[edge];
+        if (leads_on[states[edge]] == 0 || !(is_free || ways_.may_stand(group))) continue;
+        is_found = 1;
+        if (only == several) break;
+        const bool is_one = group_starts[group + 1] == group_starts[group] + 1;
+        const int32_t own = is_one ? automaton_.group_classes[at(group_starts[group])] : several;
+        only = only == none || only == own ? own : several;
       }
+      found[from] = is_found;
     }
+    classes[i] = only;
     for (const int32_t behind : ways_.before(i + 1)) leads_on_[at(behind)] = 0;
-    for (size_t from = 0; from < found.size(); ++from) leads_on_[at(ways_.before(i)[from])] = found[from];
+    for (size_t from = 0; from < found.size(); ++from) leads_on_[at(met[from])] = found[from];
   }
 }
 
