@@ -56,6 +56,13 @@ def test_held_out_templates_are_never_trained_on(
     assert not trained & {example.template for unseen, example in held_out if unseen != "value"}
 
 
+def test_words_that_only_commands_have_begin_values_too(training: list[data.Example]) -> None:
+    words = {word for example in training for value in example.values for word in value.split()}
+    begun = [spoken for spoken in data._spoken_words() if any(word.startswith(spoken) for word in words)]
+    assert "play" in begun  # of the unseen playground
+    assert len(begun) > 0.95 * len(data._spoken_words())
+
+
 def test_held_out_values_are_never_trained_on(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
     trained = {value for example in training for value in example.values}
     unseen_values = {value for unseen, example in held_out if unseen != "template" for value in example.values}
