@@ -31,6 +31,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "fast-dllm": {"preset": "fast-dllm"},
     "llada, 8 passes planned": {"preset": "llada", "steps": 8},
     "sdar": {"preset": "sdar"},
+    "sdar, threshold 0.99": {"preset": "sdar", "threshold": 0.99},
 }
 
 
