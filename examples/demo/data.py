@@ -119,14 +119,14 @@ def _spoken_words() -> tuple[str, ...]:
 
 
 def _any_word(rng: random.Random) -> str:
-    """One in six made up, one in four a compound such as ``playfence``, of a word that only commands have and any other."""
+    """One in four a compound such as ``playfence``, of a word that only commands have and any other; some others made up."""
     if rng.random() < 0.25:
         return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
     return _word(rng, ANY_WORDS, 1 / 6)
 
 
 def _any_phrase(rng: random.Random) -> str:
-    """One to three unrelated words, every word as likely as any other."""
+    """One to three unrelated words, every word of the lists as likely as any other."""
     return " ".join(_any_word(rng) for _ in range(rng.choice((1, 2, 2, 3))))
 
 

@@ -176,7 +176,7 @@ def trajectories(layered: Layered, policy: Policy, memory_bytes: int | None, on_
         def on_decided(positions: int) -> None:
             nonlocal decided, done
             decided += positions
-            while done < len(samples) and (done + 1) * masked <= decided * len(samples):
+            for _ in range(decided * len(samples) // masked - done):
                 done += 1
                 on_done()
 

@@ -55,7 +55,6 @@ const Viterbi::Best& Viterbi::weigh_class(const Place& place, int32_t number) {
 
 const Viterbi::Best& Viterbi::weigh_group(const Place& place, int32_t group) {
   Best& best = groups_[at(group)];
-  if (best.place == place_) return best;
   best = {kNever, -1, place_};
   const auto see = [&](double weight, int32_t token) {
     if (best.token < 0 || weight > best.weight || (weight == best.weight && token < best.token)) best = {weight, token, place_};
@@ -107,7 +106,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::
   const size_t length = places.size();
   ways_.meet(state, places);
   classes_.assign(at(automaton_.classes), {kNever, -1, -1});
-  groups_.assign(at(automaton_.groups), {kNever, -1, -1});
+  groups_.resize(at(automaton_.groups));
   ahead_.assign(at(automaton_.states), kNever);
   steps_.resize(std::max(steps_.size(), length));
   for (const int32_t end : ways_.before(length))

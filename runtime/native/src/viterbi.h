@@ -49,7 +49,7 @@ class Viterbi {
   const Automaton& automaton_;
   Ways ways_;
   std::vector<Best> classes_, groups_;
-  std::vector<double> group_weights_;  // at the place that is being weighed; NaN: not weighed there yet
+  std::vector<double> group_weights_;  // at the place that is being weighed; NaN: not weighed there, so that groups_ has nothing of it
   int32_t place_ = 0;  // the number of the place that is being weighed
   std::vector<std::vector<Step>> steps_;  // by place and state that is met
   std::vector<double> ahead_;             // by state: the weight of the best way on from behind the place
