@@ -26,6 +26,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
@@ -191,16 +192,13 @@ def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled:
 
     def turn(worker: Worker) -> float:
         answer = answers[worker.name] = worker.ask(**request, passes=sampled)
-        if worker.ended:
-            raise SystemExit(f"{worker.name}: {worker.ended}, in the middle of a generation")
-        return float(answer["seconds"] * answer["nfe"] / answer["timed_passes"])
+        return math.nan if worker.ended else float(answer["seconds"] * answer["nfe"] / answer["timed_passes"])
 
     for worker in workers:
         # A first pass, or block, or all of a loop that cannot be cut short: compilers, allocators and caches.
         first = worker.ask(**request, passes=1)
         rows[worker.name] = first if "not_offered" in first else {"first_s": first["seconds"]}
-    runs = {w.name: partial(turn, w) for w in workers if "first_s" in rows[w.name]}
-    for name, times in interleave(runs, rounds, warm_ups=0).items():
+    for name, times in in_turns(workers, rows, turn, rounds, warm_ups=0).items():
         answer = answers[name]
         rows[name] |= times | {
             "tokens_per_s": scenario.batch * scenario.new / times["median_ms"] * 1e3,
@@ -213,16 +211,29 @@ def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled:
     return with_ratios(rows)
 
 
+def in_turns(
+    workers: list[Worker], rows: dict[str, dict[str, Any]], turn: Callable[[Worker], float], rounds: int, warm_ups: int
+) -> dict[str, dict[str, float]]:
+    """The times of those that answered so far, and still do at the end; ``rows`` then says why the others do not."""
+    runs = {worker.name: partial(turn, worker) for worker in workers if "not_offered" not in rows[worker.name]}
+    times = interleave(runs, rounds, warm_ups)
+    for worker in workers:
+        if worker.ended:
+            rows[worker.name] = {"not_offered": worker.ended}
+            times.pop(worker.name, None)
+    return times
+
+
 def passes(workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int) -> dict[str, dict[str, Any]]:
     """One row a contestant: the spread of a pass in ms."""
     request = {"do": "pass", "B": batch, "T": T, "S": S, "R": R}
     rows = {worker.name: worker.ask(**request) for worker in workers}
 
     def turn(worker: Worker) -> float:
-        return float(worker.ask(**request)["seconds"])
+        return float(worker.ask(**request).get("seconds", math.nan))
 
-    runs = {w.name: partial(turn, w) for w in workers if "seconds" in rows[w.name]}
-    return with_ratios(rows | interleave(runs, rounds, warm_ups=1))
+    times = in_turns(workers, rows, turn, rounds, warm_ups=1)
+    return with_ratios(rows | times)
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
@@ -232,7 +243,7 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
     canvas = [numbers.randrange(1000) for _ in range(128)] + [mask] * 128
     answers = {worker.name: worker.ask(do="best_tokens", canvas=canvas) for worker in workers}
     found = {name: answer["tokens"] for name, answer in answers.items() if "tokens" in answer}
-    wanted = next(iter(found.values()))
+    wanted = next(iter(found.values()), [])
     return {name: sum(a == b for a, b in zip(tokens, wanted, strict=True)) / len(wanted) for name, tokens in found.items()}
 
 
