@@ -138,6 +138,8 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places, const s
   classes.resize(places.size());
   leads_on_ = ends;
   std::vector<uint8_t> found;
+  bool do_all = true;  // whether all states that are met behind the place lead on
+  for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[at(end)] != 0;
   // Bytes may alias all else: what the inner loop reads is held here.
   const int32_t *const starts = automaton_.edge_starts.data(), *const states = automaton_.edge_states.data(),
                 *const groups = automaton_.edge_groups.data(), *const group_starts = automaton_.group_starts.data();
@@ -147,8 +149,9 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places, const s
     const bool is_free = places[i].token < 0;
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
-    found.resize(met.size());
-    for (size_t from = 0; from < met.size(); ++from) {
+    const bool is_sure = is_free && do_all;  // that the states do which are met here: each has an edge
+    found.assign(met.size(), 1);
+    for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {
       uint8_t is_found = 0;
       for (int32_t edge = starts[met[from]], last = starts[met[from] + 1]; edge < last; ++edge) {
         const int32_t group = groups[edge];
@@ -162,6 +165,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places, const s
       found[from] = is_found;
     }
     classes[i] = only;
+    do_all = is_sure || std::find(found.begin(), found.end(), 0) == found.end();
     for (const int32_t behind : ways_.before(i + 1)) leads_on_[at(behind)] = 0;
     for (size_t from = 0; from < found.size(); ++from) leads_on_[at(met[from])] = found[from];
   }

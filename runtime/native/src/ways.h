@@ -34,10 +34,15 @@ class Ways {
   bool may_stand(int32_t group);
 
  private:
+  // Turns edges_to_ and is_open_, which are of the states `before`, into those of `now`; both ascend.
+  void move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now);
+  static void list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states);
+
   const Automaton& automaton_;
-  std::vector<std::vector<int32_t>> met_;         // by place, and one behind the last
+  std::vector<std::vector<int32_t>> met_;           // by place, and one behind the last
   std::vector<std::pair<int32_t, int32_t>> stood_;  // tokens and others of the places that these are of
-  std::vector<uint8_t> is_met_;            // by state, filled up to whole words
+  std::vector<uint8_t> is_met_, is_open_;  // by state, filled up to whole words: behind what stands there, behind any token
+  std::vector<int32_t> edges_to_;          // by state: the edges to it from the states that is_open_ is behind
   Place place_;
   std::vector<int8_t> stands_;  // by group; -1: not asked yet
 };
