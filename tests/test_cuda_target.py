@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from checkpoints import llada_moe_config, write_checkpoint
 from engine_bundles import DEMO, dlm_export, gpu_bundle, read_manifest, refused
+from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.graph import cuda
+from dlm_calibration.formats import quantise_weight
+from dlm_export.building.writing import part_of
+from dlm_export.graph import cuda, functions
+from dlm_export.graph.quantise import Part
 from dlm_export.graph.trace import Graph, trace_pass
 from dlm_export.sources import open_source
 from dlm_export.targets import TargetError, find, find_all
@@ -34,8 +41,33 @@ def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_ke
     assert "engines" not in manifest["loop"]
 
 
-def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives() -> None:
-    folder = gpu_bundle("fp16", "cuda")
+QUANTISED = {"int8": (8, 128), "int4": (4, 64), "int4-g128": (4, 128)}
+"""Bits and size of the blocks that a precision's layers are in."""
+
+
+@pytest.mark.parametrize("activations", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", list(QUANTISED))
+def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(precision: str, activations: str) -> None:
+    folder = gpu_bundle(precision, "cuda", activations=activations)
+    graph = onnx.load(folder / "device.onnx", load_external_data=False).graph
+    assert {node.op_type for node in graph.node} <= {*cuda.KERNELS, cuda.QUANTISED[1]}
+    quantised = [node for node in graph.node if (node.domain, node.op_type) == cuda.QUANTISED]
+    held = {name: format for name, format in read_manifest(folder)["precision"]["layers"].items() if format != "high"}
+    assert len(quantised) == len(held)
+    stored = {value.name: value for value in graph.initializer}
+    for node in quantised:
+        told = {attribute.name: attribute.i for attribute in node.attribute}
+        if held[node.name.rsplit("/", 1)[0]] == {"int8": "int8-weight"}.get(precision, precision):
+            assert (told["bits"], told["block_size"]) == QUANTISED[precision]
+        blocks, scales = (stored[name] for name in node.input[1:])
+        count = -(-told["K"] // told["block_size"])
+        assert tuple(blocks.dims) == (told["N"], count, told["block_size"] * told["bits"] // 8)
+        assert (tuple(scales.dims), scales.data_type) == ((told["N"], count), {"fp16": 10, "bf16": 16}[activations])
+
+
+@pytest.mark.parametrize("name", ["fp16", *QUANTISED])
+def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(name: str) -> None:
+    folder = gpu_bundle(name, "cuda", activations=None if name == "fp16" else "fp16")
     ports = read_manifest(folder)["loop"]["graph"]["ports"]
     generator = np.random.default_rng(0)
     batch, tokens, cached, rows = 2, 9, 5, 4
@@ -77,13 +109,66 @@ def test_a_build_proves_parity_and_leaves_nothing_to_be_built(tmp_path: Path) ->
     refused(dlm_export("engine", out, "--target", "cuda"), 2, ["target cuda needs no engine"])
 
 
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    inputs=st.integers(1, 200),
+    columns=st.integers(1, 40),
+    size=st.sampled_from([None, 32, 64, 128]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blocks_hold_every_code_where_the_operator_looks_for_it(inputs: int, columns: int, size: int | None, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    matrix = generator.normal(0, 1, (inputs, columns)).astype(np.float32)
+    weight = quantise_weight(matrix, "int8" if size is None else "int4", group_size=size)
+    bits, length = functions.BITS[weight.format], size or functions.BLOCK_SIZE
+    read = part_of(weight, Part("layer", "blocks"))
+    blocks = np.concatenate([read[(slice(i, i + 3),)] for i in range(0, columns, 3)])
+    scales = np.asarray(part_of(weight, Part("layer", "block_scales")))
+    x = generator.normal(0, 1, (3, inputs)).astype(np.float32)
+    node = onnx.helper.make_node(
+        "MatMulNBits", ["x", "b", "s"], ["y"], domain="com.microsoft", K=inputs, N=columns, bits=bits, block_size=length
+    )
+    values = [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in (("b", blocks), ("s", scales))]
+    shapes = {"x": [3, inputs], "y": [3, columns]}
+    ports = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    imports = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid("com.microsoft", 1)]
+    graph = onnx.helper.make_graph([node], "product", ports[:1], ports[1:], values)
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString()
+    (y,) = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    np.testing.assert_allclose(y, x @ weight.dequantise(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantised_build_is_judged_by_the_operators_that_the_device_runs(tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    options = ("--precision", "int4", "--judged", "4", "--calib-samples", "4", "--calib-states", "2")
+    result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "Parity with our torch denoiser holds" in result.stdout
+    accuracy = json.loads((out / "accuracy.json").read_text())
+    assert accuracy["judgement"]["data"]["samples"] == 4
+    operators = Counter(node.op_type for node in onnx.load(out / "denoiser.onnx", load_external_data=False).graph.node)
+    assert operators["MatMulNBits"] == sum(name != "high" for name in read_manifest(out)["precision"]["layers"].values())
+
+
+def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", llada_moe_config())
+    out = tmp_path / "bundle"
+    options = ("--precision", "int8", "--no-verify", "--calib-samples", "2", "--calib-states", "2")
+    result = dlm_export("build", checkpoint, "--target", "cuda", *options, "-o", out)
+    assert result.exit_code == 0, result.output
+    graph = onnx.load(out / "device.onnx", load_external_data=False).graph
+    of_experts = [node for node in graph.node if node.op_type == "MatMulNBits" and "expert" in node.name]
+    assert of_experts
+    with dlm_runtime.open(out, engine="onnxruntime") as bundle:
+        assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
+
+
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (("--precision", "int8"), 2, "CUDA provider has no kernel for what its graph is written in): it runs fp16, bf16 and"),
+        (("--precision", "fp8"), 2, "CUDA provider has no kernel for what its graph is written in): it runs fp16, bf16"),
         (("--precision", "nvfp4"), 2, "target cuda does not run nvfp4"),
-        (("--precision", "auto"), 2, "target cuda does not run 'auto'"),
-        (("--precision", "stored"), 2, "target cuda does not run 'stored'"),
+        (("--precision", "int4-rtn"), 2, "target cuda does not run int4-g32-dynamic"),
         (("--precision", "fp32"), 2, "target cuda does not run 'fp32': it runs fp16, bf16"),
         (("--precision", "fp16", "--canvas", "64"), 2, "is for engines; --target is cuda"),
     ],

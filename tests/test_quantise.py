@@ -328,8 +328,8 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     assert quantise.misfit(down, "int8-dynamic") == "int8-dynamic multiplies 4 inputs at once, and 102 are no multiple"
     assert quantise.misfit(down, "int4-g64-dynamic") == "int4-g64-dynamic multiplies 8 inputs at once, and 102 are no multiple"
     assert quantise.misfit(down, "int4-g32") is None  # the last group is short
-    assert quantise.misfit(down, "int4-g32", for_tensorrt=True) == "int4-g32 has groups of 32, and 102 inputs are no multiple"
-    assert quantise.misfit(down, "fp8", for_tensorrt=True) is None
+    assert quantise.misfit(down, "int4-g32", on_gpu=True) == "int4-g32 has groups of 32, and 102 inputs are no multiple"
+    assert quantise.misfit(down, "fp8", on_gpu=True) is None
 
 
 @pytest.mark.parametrize(

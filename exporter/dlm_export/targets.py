@@ -45,8 +45,10 @@ NOT_IN_TENSORRT = {
 }
 
 # What the CUDA provider has kernels for, by docs/OperatorKernels.md of ONNX Runtime and by libonnxruntime_providers_cuda.so of
-# onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is written in, at opset 23 (graph/cuda.py). DequantizeLinear and
-# QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing, MatMulInteger takes signed bytes alone.
+# onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is written in, at opset 23 (graph/cuda.py), and MatMulNBits.
+# DequantizeLinear and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing, MatMulInteger takes
+# signed bytes alone.
+CUDA_FORMATS = ("int8-weight", "int4-g32", "int4-g64", "int4-g128")
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for what its graph is written in"
 
 # What TensorRT-RTX builds for without a GPU: its ComputeCapability enumeration, 1.7.
@@ -241,9 +243,10 @@ _TARGETS = (
         "any NVIDIA GPU, through ONNX Runtime's CUDA provider",
         "onnxruntime",
         GPU_FULL_PRECISIONS,
-        (),
-        (),
+        CUDA_FORMATS,
+        ("int4-g64", "int8-weight"),
         "runs with --provider cuda (onnxruntime-gpu), no engine is built; bf16 needs SM 8.0 or later",
+        aliases=GPU_ALIASES,
         provider="cuda",
         sources=("https://github.com/microsoft/onnxruntime/blob/main/docs/OperatorKernels.md",),
     ),

@@ -178,7 +178,7 @@ def _search(job: Job, calibration: Calibration, tuned: Tuning | None, workplace:
             options.calibration.seed,
             advance,
             exact=exact,
-            for_tensorrt=request.on_gpu,
+            on_gpu=request.on_gpu,
             tuning=tuned,
             workplace=workplace,
             fewest_tokens=options.min_tokens_per_expert,

@@ -41,6 +41,13 @@ class Request:
         return self.targets[0].is_gpu
 
     @property
+    def form(self) -> operands.Form:
+        """Whom the graph that runs is written for."""
+        if not self.on_gpu:
+            return "cpu"
+        return "cuda" if self.targets[0].provider == "cuda" else "tensorrt"
+
+    @property
     def is_plain(self) -> bool:
         """Whether the graph is of elementary operators only."""
         return self.targets[0].needs_plain_graph or self.options.plain_graph
@@ -184,7 +191,7 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
     """The format that a layer is held in: the one asked for or, where its shape does not suit that, the next that all targets
     take."""
     choices = [name, *(other for other in NEXT.get(name, ()) if not any(target.missing([other]) for target in request.targets))]
-    fitting = (other for other in choices if operands.misfit(layer, other, for_tensorrt=request.on_gpu) is None)
+    fitting = (other for other in choices if operands.misfit(layer, other, on_gpu=request.on_gpu) is None)
     return next(fitting, HIGH)
 
 
@@ -206,7 +213,7 @@ def _told(request: Request, network: NetworkSpec, asked: Mapping[str, str], held
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
         if held[path] != asked[path]:
-            why = operands.misfit(layer, asked[path], for_tensorrt=request.on_gpu)
+            why = operands.misfit(layer, asked[path], on_gpu=request.on_gpu)
             kept.setdefault((why, held[path]), []).append(path)
     return tuple(
         f"{why}: {len(paths)} layer{'s' * (len(paths) > 1)} ({abridged(paths)}) in {'full precision' if name == HIGH else name}"

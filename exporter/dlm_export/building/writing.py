@@ -95,11 +95,11 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
                 numbers.amax,
                 rotated=numbers.rotated,
                 embedding=numbers.recipe.embedding,
-                for_tensorrt=form is device,
+                form=request.form if form is device or request.form == "cuda" else "cpu",
                 is_shared=device is not None,
             )
         read = _quantised_reader(numbers, parts)
-    if device is not None and request.targets[0].provider == "cuda":
+    if device is not None and request.form == "cuda":
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
@@ -179,6 +179,12 @@ def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
         if weight.format == "int8":
             return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
         return functions.panel_scales(weight.scales if weight.format == "nvfp4" else weight.scales.T.astype(FP16))
+    if part.part == "blocks":
+        size = weight.group_size or functions.BLOCK_SIZE
+        return functions.lazy_blocks(weight.codes, functions.BITS[weight.format], size)
+    if part.part == "block_scales":
+        blocks = -(-weight.shape[0] // functions.BLOCK_SIZE)
+        return np.repeat(weight.scales[:, None], blocks, axis=1) if weight.group_size is None else weight.scales.T
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
     if part.layer == "embed":
         array = array.T if part.part == "codes" else array[:, None]

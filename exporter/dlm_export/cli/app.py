@@ -54,7 +54,8 @@ class _Group(click.Group):
             if err.name is None or err.name.split(".")[0].startswith("dlm_"):
                 raise
             raise click.ClickException(
-                f"{err.name} is not installed; this command needs the export extra: pip install 'dlm-export[export]'"
+                f"{err.name} is not installed; this command needs the export extra: pip install 'dlm-export[export]'. "
+                "Without a GPU install torch's CPU build first: what pip takes by itself brings gigabytes of CUDA"
             ) from err
 
 

@@ -292,8 +292,8 @@ def print_judgement(judgement: Judgement) -> None:
         runs, equal = "Free running", f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}"
     click.echo(f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}")
     if (task := free["task"]) is not None:
-        theirs = "unknown, it did not run freely" if task["reference"] is None else f"{task['reference']:.1%}"
-        click.echo(f"Answers right: {task['candidate']:.1%}, the reference {theirs}")
+        theirs = "was not run freely (--free-runs)" if task["reference"] is None else f"{task['reference']:.1%}"
+        click.echo(f"Answers right: {task['candidate']:.1%} of these {free['prompts']}, the reference {theirs}")
     if (floor := judgement.noise_floor) is not None:
         click.echo(
             f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"

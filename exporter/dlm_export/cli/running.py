@@ -46,7 +46,7 @@ from dlm_runtime import Generation
 @click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
 @click.option("--score", help="confidence, margin, entropy or random.")
 @click.option("--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential.")
-@click.option("--cache", help="none, prefix, dual or block.")
+@click.option("--cache", help="none, prefix, dual, block or block-dual.")
 @click.option("--temperature", type=click.FloatRange(0, 1000), help="Of draws; 0: the best token.")
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Draw from the best tokens that have this probability together.")
 @click.option("--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all.")

@@ -11,6 +11,8 @@ from collections import Counter
 from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
+QUANTISED = ("com.microsoft", "MatMulNBits")
+"""INT8 and INT4 weights by fp16, bf16 and fp32, in blocks of 16 to 128."""
 # Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and Log have none for bf16, and
 # are of fp32 in every graph.
 KERNELS = frozenset(
@@ -50,7 +52,7 @@ def check_operators(graph: Graph) -> None:
     """TargetError that names the operators for which the provider has no kernel: it would leave them to the CPU."""
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:
-        if node.domain != "" or node.op_type not in KERNELS:
+        if (node.domain, node.op_type) != QUANTISED and (node.domain != "" or node.op_type not in KERNELS):
             lacking[f"{node.domain}.{node.op_type}".lstrip(".")] += 1
     if lacking:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(lacking.items()))

@@ -82,6 +82,8 @@ POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
 """The float of every exponent field: ``2 ** (field - 127)``, but 0 and infinity at the ends."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
+BITS = {"int4": 4, "int8": 8}  # of a code in MatMulNBits
+BLOCK_SIZE = 128  # of its blocks where a column has one scale: the largest that all of its kernels take
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -118,6 +120,24 @@ def lazy_int4_panels(codes: np.ndarray) -> Lazy:
     inputs, columns = codes.shape
     shape = (padded(columns) // PANEL, inputs // PAIRS, PANEL, DOT)
     return Lazy(shape, lambda at: int4_panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
+
+
+def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
+    """Codes ``[K, N]``, one a byte, as MatMulNBits takes them: uint8 ``[N, ceil(K / size), size * bits / 8]``, 8 or 128 too
+    large, the earlier of two INT4 codes in the low nibble; what fills up the last block stands for 0.
+    """
+    inputs, columns = codes.shape
+    count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
+
+    def read(at: tuple[slice, ...]) -> np.ndarray:
+        few = codes[:, at[0]].view(np.uint8).T
+        rows = np.full((len(few), count * size), middle, np.uint8)
+        # What stands above the bits of a code is not said; adding the middle is turning its bit.
+        np.bitwise_and(few ^ middle, np.uint8((1 << bits) - 1), out=rows[:, :inputs])
+        packed = rows if bits == 8 else rows[:, ::2] | rows[:, 1::2] << np.uint8(4)
+        return packed.reshape(len(few), count, size * bits // 8)
+
+    return Lazy((columns, count, size * bits // 8), read)
 
 
 def panel_scales(scales: np.ndarray) -> np.ndarray:

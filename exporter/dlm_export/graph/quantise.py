@@ -2,7 +2,9 @@
 
 Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a weight's name. Weights are
 declared here with shape and type only; ``write_graph`` asks for them one at a time. A graph is written in one of two forms,
-over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser.
+over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser. For ONNX
+Runtime's CUDA provider both forms are one: weights in INT8 and INT4 go into ``com.microsoft::MatMulNBits``, for which its CPU
+and CUDA providers have kernels; what other layers are written in is as here.
 
 ==============  ========================================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``: one scale a column and, in each pass, one a row of the input: integer arithmetic, on
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -44,14 +46,19 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import LinearSpec
 
 TRT_DOMAIN = "trt"
+MICROSOFT_DOMAIN = "com.microsoft"
 F8 = ir.DataType.FLOAT8E4M3FN
+
+Form = Literal["cpu", "tensorrt", "cuda"]
+"""Whom a graph is written for."""
 
 
 @dataclass(frozen=True)
 class Part:
     """What an initialiser of a quantised graph holds of a layer's weight.
 
-    ``codes``, ``scales``, ``global_scale``, or ``panels`` and ``panel_scales``: codes and scales as ``functions`` wants them.
+    ``codes``, ``scales``, ``global_scale``; codes and scales as ``functions`` want them, ``panels`` and ``panel_scales``, or as
+    MatMulNBits does, ``blocks`` and ``block_scales``.
     """
 
     layer: str
@@ -64,13 +71,13 @@ def _weight(node: ir.Node) -> ir.Value | None:
     return node.inputs[1]
 
 
-def misfit(layer: LinearSpec, name: str, *, for_tensorrt: bool = False) -> str | None:
-    """Why a layer's shape does not suit a format, None where it does; TensorRT takes no group that is short."""
+def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
+    """Why a layer's shape does not suit a format, None where it does; a GPU's graph has no group that is short."""
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
-    if layer.is_stacked and not for_tensorrt and experts.function_of(name) is None:
+    if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
         return f"a CPU has no function for experts in {name}"
-    if size is not None and inputs % size and (for_tensorrt or chosen.weights == "nvfp4"):
+    if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
     together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
     if chosen.is_dynamic and inputs % together:
@@ -85,7 +92,7 @@ def rewrite(
     *,
     rotated: Mapping[str, int] | None = None,
     embedding: str | None = None,
-    for_tensorrt: bool = False,
+    form: Form = "cpu",
     is_shared: bool = False,
 ) -> dict[str, Part]:
     """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by name.
@@ -94,7 +101,7 @@ def rewrite(
     the Hadamard matrix that turns a layer's input. Ranges of each pass need a graph in fp32. ``is_shared``: both
     forms are written over the same initialisers.
     """
-    writer = _Writer(traced, for_tensorrt, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
+    writer = _Writer(traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
     wanted = {layer for layer, name in formats.items() if name != HIGH}
     if any(node.op_type == MIXTURE for node in traced.model.graph):  # their weights are laid out by ``experts``
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
@@ -120,10 +127,11 @@ def rewrite(
 
 
 class _Writer:
-    def __init__(self, traced: Graph, for_tensorrt: bool, has_panels: bool) -> None:
+    def __init__(self, traced: Graph, form: Form, has_panels: bool) -> None:
         self.graph = traced.model.graph
         self.model = traced.model
-        self.for_tensorrt, self.has_panels = for_tensorrt, has_panels
+        self.form, self.has_panels = form, has_panels
+        self.for_tensorrt = form == "tensorrt"
         self.dtype = traced.element_type
         self.parts: dict[str, Part] = {}
         self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
@@ -183,6 +191,9 @@ class _Writer:
             else:
                 self.int4_panels(node, layer, x, K, N, chosen.group_size)
             return
+        if self.form == "cuda":
+            self.blocks(node, layer, x, chosen, K, N)
+            return
         if chosen.activations is not None:
             assert amax is not None, layer
             x = self.activation(node, layer, x, chosen.activations, amax)
@@ -216,7 +227,21 @@ class _Writer:
     def linear(self, node: ir.Node, layer: str, name: str, inputs: list[ir.Value | None], N: int, **attributes: int) -> None:
         """A call in the place of a MatMul."""
         functions.declare(self.model, name)
-        result = self.nodes(node, layer, (f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes))
+        self.put(node, layer, f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes)
+
+    def blocks(self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int) -> None:
+        """MatMulNBits in the place of a MatMul; the blocks of a column in INT8 have its scale, each."""
+        bits, size = functions.BITS[str(chosen.weights)], chosen.group_size or functions.BLOCK_SIZE
+        count = -(-K // size)
+        codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
+        scales = self.weight(layer, "block_scales", (N, count), self.dtype)
+        self.graph.opset_imports[MICROSOFT_DOMAIN] = 1
+        attributes = {"K": K, "N": N, "bits": bits, "block_size": size}
+        self.put(node, layer, f"{MICROSOFT_DOMAIN}::MatMulNBits", [x, codes, scales], attributes)
+
+    def put(self, node: ir.Node, layer: str, op: str, inputs: list[ir.Value | None], attributes: dict[str, Any]) -> None:
+        """An operator in the place of a MatMul."""
+        result = self.nodes(node, layer, (op, inputs, attributes))
         old = node.outputs[0]
         kept, result.shape, result.type = old.name, old.shape, old.type
         old.replace_all_uses_with(result, replace_graph_outputs=True)

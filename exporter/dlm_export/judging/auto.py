@@ -139,15 +139,15 @@ def search(
     on_done: Callable[[], None],
     *,
     exact: bool = False,
-    for_tensorrt: bool = False,
+    on_gpu: bool = False,
     tuning: Tuning | None = None,
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
     """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
 
-    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without it; ``for_tensorrt``:
-    TensorRT takes fewer shapes. ``exact``: what a layer loses is measured, not estimated. ``fewest_tokens``: see ``calibrate``.
+    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without it; ``on_gpu``: fewer do.
+    ``exact``: what a layer loses is measured, not estimated. ``fewest_tokens``: see ``calibrate``.
     Deterministic for the same arguments. Raises AccuracyError if not even the first move keeps the budget.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
@@ -157,7 +157,7 @@ def search(
         suited = {
             unit: name
             for unit, members in layers.items()
-            if all(misfit(layer, name, for_tensorrt=for_tensorrt) is None for layer in members)
+            if all(misfit(layer, name, on_gpu=on_gpu) is None for layer in members)
         }
         fitting = _by_layer(layers, suited)
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
@@ -171,7 +171,7 @@ def search(
             on_done,
             workplace=here,
             fewest_tokens=fewest_tokens,
-            is_dense=for_tensorrt,
+            is_dense=on_gpu,
         )
     found = sensitivity.losses(
         source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=place

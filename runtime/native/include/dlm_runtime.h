@@ -302,7 +302,7 @@ typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 typedef struct dlm_generate_options {
   size_t struct_size;
   const dlm_policy *policy; /* NULL: the bundle's default preset (dlm_policy_init's policy for a callback bundle) */
-  int32_t max_new_tokens;   /* mask tokens put behind the given ones */
+  int32_t max_new_tokens;   /* mask tokens put behind the given ones; 128 unless said */
   int32_t steps;            /* passes planned for the whole generation, split evenly over the blocks; 0: the policy's */
   dlm_step_fn on_step;      /* may be NULL */
   void *user;

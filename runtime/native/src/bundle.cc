@@ -24,10 +24,11 @@ constexpr int64_t kSchemaVersion = 3;
 constexpr size_t kManifestLimitBytes = 4 << 20;
 constexpr int64_t kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
+constexpr const char* kAgain = "Build or copy the bundle again.";
 
 int64_t file_bytes(const std::string& path) {
   struct stat info {};
-  if (stat(path.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s", path.c_str(), std::strerror(errno));
+  if (stat(path.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s. %s", path.c_str(), std::strerror(errno), kAgain);
   if (!S_ISREG(info.st_mode)) fail(DLM_BAD_BUNDLE, "%s: not a plain file", path.c_str());
   return info.st_size;
 }
@@ -50,7 +51,9 @@ void refuse_links(const std::string& folder, const std::string& name) {
 std::string read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifest;
   struct stat info {};
-  if (stat(folder.c_str(), &info) != 0) fail(DLM_NOT_FOUND, "%s: %s", folder.c_str(), std::strerror(errno));
+  if (folder.empty()) fail(DLM_NOT_FOUND, "a bundle's path is empty: give the folder that `dlm-export build` wrote");
+  if (stat(folder.c_str(), &info) != 0)
+    fail(DLM_NOT_FOUND, "%s: %s. Give the folder that `dlm-export build` wrote.", folder.c_str(), std::strerror(errno));
   if (!S_ISDIR(info.st_mode)) fail(DLM_NOT_FOUND, "%s: no folder, and a bundle is one. `dlm-export build` writes it.", folder.c_str());
   refuse_links(folder, kManifest);
   if (stat(path.c_str(), &info) != 0)
@@ -101,7 +104,7 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
     const bool is_engine = entry.key().compare(0, std::strlen(kEngines), kEngines) == 0;
     if (is_engine && !with_engines) continue;
     const char* const advice = is_engine ? "Copy it again, or see dlm-export engine: --force builds it again, --remove takes it out."
-                                         : "Build or copy the bundle again.";
+                                         : kAgain;
     struct stat info {};
     if (is_engine && stat(path.c_str(), &info) != 0)
       fail(DLM_BAD_BUNDLE, "%s: %s. %s", path.c_str(), std::strerror(errno), advice);

@@ -27,8 +27,8 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
   const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
   const size_t length = count + static_cast<size_t>(new_tokens);
   if (count > longest || length > longest)
-    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: give fewer, or a smaller "
-              "max_new_tokens", length, count, new_tokens, longest);
+    dlm::fail(DLM_INVALID_ARGUMENT, "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: give fewer "
+              "tokens, or a smaller max_new_tokens", length, count, new_tokens, longest);
   if (length == 0) dlm::fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
   std::vector<int32_t> canvas(length, denoiser.mask_token_id);
   for (size_t i = 0; i < count; ++i) {
@@ -166,8 +166,12 @@ dlm_status guarded(dlm_session* session, Body body) noexcept {
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
   if (session->is_running) {
-    // It would pull the request, or the buffers of the pass, from under the call that the callback returns to.
-    return dlm::guarded([] { dlm::fail(DLM_INVALID_ARGUMENT, "a callback may not use the session that called it"); }, report);
+    // It would pull the request, or the buffers of the pass, from under the call that is under way.
+    const auto refuse = [] {
+      dlm::fail(DLM_INVALID_ARGUMENT,
+                "a call on this session is under way: a callback may make no other, and each thread takes a session of its own, or a scheduler");
+    };
+    return dlm::guarded(refuse, report);
   }
   session->is_running = true;
   session->last_error.clear();
@@ -626,7 +630,7 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options
       const dlm_step view = running(*session).view();
       if (chosen.on_step(chosen.user, &view) != 0) {
         session->batch.reset();
-        dlm::fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
+        dlm::fail(DLM_CANCELLED, "a callback asked to stop after %d passes", view.nfe);
       }
     }
     session->outcomes = {running(*session).outcome()};

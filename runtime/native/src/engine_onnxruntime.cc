@@ -30,7 +30,7 @@ namespace dlm {
 namespace {
 
 constexpr char kAdvice[] =
-    "Python finds what pip installs (onnxruntime). A C program finds the system's (Debian: libonnxruntime); of any other, pip's too, "
+    "Python finds what pip installs (onnxruntime). A C program finds the system's, 1.23 or later; of any other, pip's too, "
     "give the path of libonnxruntime.so (`dlm-export embed --engine` prints pip's): engine_library of dlm_open_options, or "
     "DLM_ONNXRUNTIME.";
 

@@ -267,7 +267,7 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
     const dlm_step view = job->request().view();
     if (job->limits_.on_step(job->limits_.user, &view) == 0) continue;
     try {
-      fail(DLM_CANCELLED, "the step callback asked to stop after %d passes", view.nfe);
+      fail(DLM_CANCELLED, "a callback asked to stop after %d passes", view.nfe);
     } catch (...) {
       fail_with_thrown(*job);
     }
