@@ -240,7 +240,7 @@ static void test_static_functions(void) {
   dlm_denoiser denoiser;
   dlm_bundle_denoiser(NULL, NULL);
   dlm_bundle_denoiser(NULL, &denoiser);
-  CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0');
+  CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0' && dlm_bundle_max_new_tokens(NULL) == 0);
   CLAIM(dlm_session_last_error(NULL)[0] != '\0');
   size_t count = 99;
   dlm_stats stats;

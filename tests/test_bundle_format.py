@@ -246,6 +246,7 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
             targets=["cpu"],
             presets=presets,
             default_preset=default,
+            max_new_tokens=None if network.shift else 64,
             tokenizer="tokenizer.json",
             chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
             text={"refused": "its model is WordLevel"},
@@ -293,6 +294,18 @@ def test_a_preset_without_a_field_takes_the_default_of_the_schema(bundle: Path) 
     with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
         properties = SCHEMA["$defs"]["preset"]["properties"]
         assert opened.policy("bare").as_dict() == {name: rule["default"] for name, rule in properties.items()}
+
+
+@pytest.mark.parametrize("said", [None, 1, 24])
+def test_a_request_that_does_not_say_fills_as_many_tokens_as_the_bundle_says(bundle: Path, said: int | None) -> None:
+    if said is not None:
+        _change(bundle, "loop", "max_new_tokens", value=said)
+    with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
+        wanted = 128 if said is None else said
+        assert opened.max_new_tokens == wanted
+        assert len(opened.generate(tokens=[1, 2]).tokens) == 2 + wanted
+        assert len(opened.generate(tokens=[1, 2], max_new_tokens=3).tokens) == 5
+        assert len(opened.generate_batch(tokens=[[1, 2]])[0].tokens) == 2 + wanted
 
 
 # ---- Damage to the manifest ----

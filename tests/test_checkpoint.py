@@ -28,6 +28,7 @@ from dlm_export import families
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Origin, Overrides, Piece
+from dlm_export.families.reading import new_tokens
 from dlm_export.network.spec import NetworkSpec, Rope
 
 TENSORS = dict[str, torch.Tensor]
@@ -240,6 +241,20 @@ def test_end_tokens_are_those_of_config_then_of_generation_config(
 ) -> None:
     path = _special(tmp_path, llada_config(eos_token_id=in_config), generation_config={"eos_token_id": in_generation})
     assert _network(path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(("said", "expected"), [(64, 64), (1, 1), (None, None), (511, 511), (512, None), (1 << 40, None)])
+def test_the_length_of_an_answer_is_that_of_generation_config(tmp_path: Path, said: Any, expected: int | None) -> None:
+    path = _special(tmp_path, llada_config(max_sequence_length=512), generation_config={"max_new_tokens": said})
+    assert new_tokens(Checkpoint(path), 512) == expected
+    assert new_tokens(Checkpoint(_special(tmp_path / "without", llada_config())), 512) is None
+
+
+@pytest.mark.parametrize("said", [0, -1, 2.5, True, "64", [64]])
+def test_what_is_no_length_of_an_answer_is_refused(tmp_path: Path, said: Any) -> None:
+    path = _special(tmp_path, llada_config(), generation_config={"max_new_tokens": said})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: max_new_tokens .* is no number of tokens, 1 or more"):
+        new_tokens(Checkpoint(path), 512)
 
 
 def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:

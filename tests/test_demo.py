@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from denoisers import load
 
 import dlm_runtime
+from dlm_export.build import BuildOptions, build
 from dlm_export.cli import main
 from dlm_export.network import reference
 from dlm_runtime import Bundle
@@ -61,6 +62,15 @@ def test_the_checkpoint_in_torch_answers_as_the_bundle_does(demo: Bundle) -> Non
     )
     assert [len(found.pop("seconds")) for found in (in_torch, native)] == [6, 6]
     assert in_torch == native
+
+
+def test_commands_are_answered_by_a_request_that_says_no_more(demo: Bundle, demo_bundle: Path, tmp_path: Path) -> None:
+    assert demo.max_new_tokens == 64
+    assert json.loads(demo.generate(prompt="play jazz").text)["name"] == "play_music"
+    assert json.loads(demo.generate(prompt="play jazz", preset="fast-dllm").text)["name"] == "play_music"
+    build(demo_bundle, tmp_path / "again", BuildOptions(precision="fp16", check_parity=False))
+    with dlm_runtime.open(tmp_path / "again", threads=1) as rebuilt:
+        assert rebuilt.max_new_tokens == 64
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The demos on disk, in the layouts of a released LLaDA and SDAR: ``config.json`` and ``model.safetensors`` (bf16)."""
+"""The demos on disk, in the layouts of a released LLaDA and SDAR: ``config.json``, ``generation_config.json`` and
+``model.safetensors`` (bf16).
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,13 @@ def sdar_config(c: NetworkSpec) -> dict[str, object]:
     }
 
 
-LAYOUTS = {"llada": (llada.LAYOUT, llada_config), "sdar": (TRUNK, sdar_config)}
+LAYOUTS = {"llada": (llada.LAYOUT, llada_config, 64), "sdar": (TRUNK, sdar_config, 192)}
+"""Names of weights, config.json, and how many tokens a request fills that does not say."""
 
 
 def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the family's layout; each appears whole or not at all."""
-    layout, config_of = LAYOUTS[network.family]
+    """Write the files in the family's layout; each appears whole or not at all."""
+    layout, config_of, new_tokens = LAYOUTS[network.family]
     config = {"architectures": [network.architecture], "model_type": network.family} | config_of(network)
     matrices = {linear.weight for linear in network.linear_layers()}
     tensors = {}
@@ -92,9 +95,10 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(folder / "config.json")
+    for name, said in {"generation_config.json": {"max_new_tokens": new_tokens}, "config.json": config}.items():
+        partial = folder / f"{name}.partial"
+        partial.write_text(json.dumps(said, indent=2) + "\n")
+        partial.replace(folder / name)
 
 
 def load_checkpoint(folder: Path) -> Denoiser:

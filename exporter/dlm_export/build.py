@@ -168,6 +168,7 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fus
         targets=[target.name for target in request.targets],
         presets=source.presets,
         default_preset=source.default_preset,
+        max_new_tokens=source.max_new_tokens,
         tokenizer=None if text.tokenizer is None else "tokenizer.json",
         chat_template=text.chat_template,
         text=text.compiled,

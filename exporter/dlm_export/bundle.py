@@ -47,6 +47,7 @@ def make_manifest(
     targets: list[str],
     presets: dict[str, Policy],
     default_preset: str,
+    max_new_tokens: int | None,
     tokenizer: str | None,
     chat_template: dict[str, Any] | None,
     text: dict[str, str] | None,
@@ -54,7 +55,8 @@ def make_manifest(
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
 
-    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``config_sha256``: of the checkpoint's config.json; None
+    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``max_new_tokens``: of a request that does not say; None:
+    nobody said. ``config_sha256``: of the checkpoint's config.json; None
     where the source does not say.
     """
     described = network.as_dict()
@@ -67,6 +69,7 @@ def make_manifest(
             "graph": graph,
             "presets": {name: policy.as_dict() for name, policy in presets.items()},
             "default_preset": default_preset,
+            **({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}),
         },
         "network": described,
         "opset": opset,

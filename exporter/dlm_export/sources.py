@@ -20,6 +20,7 @@ from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
+from dlm_export.families.reading import new_tokens
 from dlm_export.graph import experts
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import BundleError
@@ -45,6 +46,8 @@ class Source:
     """What was left out of a checkpoint, for people."""
     config_sha256: str | None = None
     """Of the checkpoint's config.json; None for a bundle that does not say."""
+    max_new_tokens: int | None = None
+    """Mask tokens of a request that does not say how many; None: nobody said."""
     has_effort: bool = False
     """Whether it is a bundle with effort levels, which hold for it alone."""
 
@@ -68,6 +71,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         _stored_precision(checkpoint),
         tuple(weights.notes),
         sha256(checkpoint.config.path),
+        new_tokens(checkpoint, network.max_canvas_length),
     )
 
 
@@ -194,5 +198,14 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     default = manifest["loop"]["default_preset"]
     has_effort = "effort" in manifest["loop"]
     return Source(
-        path, network, parameters, text, presets, default, precision, config_sha256=config_sha256, has_effort=has_effort
+        path,
+        network,
+        parameters,
+        text,
+        presets,
+        default,
+        precision,
+        config_sha256=config_sha256,
+        max_new_tokens=manifest["loop"].get("max_new_tokens"),
+        has_effort=has_effort,
     )

@@ -252,6 +252,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_bundle_denoiser_sized": (None, [C.c_void_p, C.POINTER(Denoiser), C.c_size_t]),
     "dlm_bundle_manifest": (C.c_char_p, [C.c_void_p]),
     "dlm_bundle_engine": (C.c_char_p, [C.c_void_p]),
+    "dlm_bundle_max_new_tokens": (C.c_int32, [C.c_void_p]),
     "dlm_bundle_preset": (C.c_int32, [C.c_void_p, C.c_char_p, *_message, C.POINTER(Policy)]),
     "dlm_bundle_effort": (C.c_int32, [C.c_void_p, C.c_char_p, *_message, C.POINTER(Policy)]),
     "dlm_session_create": (C.c_int32, [C.c_void_p, *_message, _out]),

@@ -64,6 +64,8 @@ class Bundle:
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[i] for i in range(info.eos_count))
         self.visible_block: int | None = info.visible_block or None
         """Tokens of a block where attention is block-causal; None: it is full."""
+        self.max_new_tokens: int = self._library.dlm_bundle_max_new_tokens(handle)
+        """Mask tokens that a request fills which does not say how many."""
         self.provider = "cpu"  # that runs the graph in ONNX Runtime
         self.engine: str = self._library.dlm_bundle_engine(handle).decode()
 

@@ -28,10 +28,10 @@ TEXT_FIELDS = tuple(each.name for each in fields(Policy) if each.type == "str")
 class Options:
     """What a request says by name beside what is given, in every method that generates; 0, None and empty: nothing.
 
-    ``max_new_tokens`` mask tokens are put behind what is given, and filled. The loop is a ``preset`` of the bundle (None: its
-    default), or the one fitted for an ``effort``: instant, low, medium or high; ``policy`` has the fields of ``Policy`` that
-    are changed by name, whatever these say. ``steps`` plans that many passes for the whole generation, split evenly over the
-    blocks.
+    ``max_new_tokens`` mask tokens are put behind what is given, and filled; None: the bundle's own number. The loop is a
+    ``preset`` of the bundle (None: its default), or the one fitted for an ``effort``: instant, low, medium or high; ``policy``
+    has the fields of ``Policy`` that are changed by name, whatever these say. ``steps`` plans that many passes for the whole
+    generation, split evenly over the blocks.
 
     It ends before all is decided, within one pass, after ``max_steps`` passes, or ``deadline_ms`` milliseconds after its start;
     ``Generation.finish`` then says so, and the result has what it came to. ``stop_strings`` end the text, and the passes behind
@@ -50,7 +50,7 @@ class Options:
     the chat template has it, else an object a line.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     preset: str | None = None
     effort: str | None = None
     steps: int = 0
@@ -129,7 +129,8 @@ class Request:
             if bundle.tokenizer is None:
                 raise RequestError("this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others")
             self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix)]
-        max_new_tokens = count_of("max_new_tokens", options.max_new_tokens)
+        wanted = bundle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+        max_new_tokens = count_of("max_new_tokens", wanted)
         self.capacity = len(self.given) + max_new_tokens
         self.start = before if max_new_tokens else 0  # of what its text decodes
         self.policy = native_policy(policy)

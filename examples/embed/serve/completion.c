@@ -90,7 +90,8 @@ static int read_options(completion *of, const json_t *root, refusal *why) {
   const int32_t most = of->service->limits.max_tokens;
   if (stream != NULL && !json_is_boolean(stream)) return refuse(why, 400, "stream is neither true nor false%s", ""), 0;
   of->is_stream = json_is_true(stream);
-  of->options.max_new_tokens = most;
+  const int32_t own = dlm_bundle_max_new_tokens(of->service->bundle);
+  of->options.max_new_tokens = own < most ? own : most;
   if (count != NULL) {
     const json_int_t wanted = json_is_integer(count) ? json_integer_value(count) : 0;
     if (wanted < 1) return refuse(why, 400, "max_tokens is no whole number from 1 on%s", ""), 0;

@@ -83,7 +83,9 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
 @click.option("--system", help="What the denoiser shall keep to.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Most mask tokens an answer.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), help="Most mask tokens an answer.  [default: as the bundle says, or 128]"
+)
 @preset_option
 @effort_option
 @set_option
@@ -93,7 +95,7 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
 def chat(
     bundle: Path,
     system: str | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     preset: str | None,
     effort: str | None,
     changes: tuple[str, ...],
@@ -105,9 +107,9 @@ def chat(
 
     Example: dlm-export chat build/demo --preset fast-dllm
     """
-    request = {"max_new_tokens": max_new_tokens, "preset": preset} | policy_changes(changes)
+    request = {"preset": preset} | policy_changes(changes)
     with opening(values).open(bundle) as opened:
-        talk = Conversation(opened, request)
+        talk = Conversation(opened, {"max_new_tokens": max_new_tokens or opened.max_new_tokens} | request)
         talk.take_system(system)
         talk.take_effort(effort)
         if sys.stdin.isatty() and sys.stdout.isatty():

@@ -38,7 +38,7 @@ from dlm_runtime import Generation
 @click.option("--infill", help="Text with holes, each written <mask>, which are filled.")
 @click.option("--prefix", default="", metavar="TEXT", help="What the answer starts with, as part of a constrained text.")
 @click.option("--hole-tokens", help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]")
-@click.option("--max-new-tokens", type=click.IntRange(0), default=128, show_default=True, help="Mask tokens to fill.")
+@click.option("--max-new-tokens", type=click.IntRange(0), help="Mask tokens to fill.  [default: as the bundle says, or 128]")
 @preset_option
 @effort_option
 @click.option("--steps", type=click.IntRange(0), default=0, help="Passes planned for the whole generation; 0: the preset's.")
@@ -73,7 +73,7 @@ def run(
     infill: str | None,
     prefix: str,
     hole_tokens: str | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     preset: str | None,
     effort: str | None,
     steps: int,

@@ -107,6 +107,23 @@ def special_tokens(
     return SpecialTokens(mask, tuple(eos), pad)
 
 
+def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
+    """The length of an answer, as generation_config.json has it in max_new_tokens; None where it says none, or one that leaves
+    a canvas of the ``longest`` length no room for a prompt.
+
+    Raises CheckpointError for what is no number of tokens.
+    """
+    found = checkpoint.optional_json("generation_config.json").get("max_new_tokens")
+    if found is None:
+        return None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise CheckpointError(
+            f"{checkpoint.path / 'generation_config.json'}: max_new_tokens {reprlib.repr(found)} is no number of tokens, 1 or "
+            "more: correct it, or leave it out"
+        )
+    return found if found < longest else None
+
+
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
     """The tokens of a block that sees itself and those before it: as the user says, else as config.json has it under ``key``.
 

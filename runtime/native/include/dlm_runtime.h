@@ -233,6 +233,10 @@ DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
 /* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
 DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 
+/* How many mask tokens a request is best given that has no wish of its own: loop.max_new_tokens of the manifest, 128 where it has
+ * none, 0 for NULL. */
+DLM_API int32_t dlm_bundle_max_new_tokens(const dlm_bundle *bundle);
+
 /* Fills *policy, up to its struct_size, with a preset of the manifest; name NULL: the bundle's default. policy->struct_size
  * must be set (dlm_policy_init). DLM_NOT_FOUND lists the presets in message. A callback bundle has no presets. */
 DLM_API dlm_status dlm_bundle_preset(const dlm_bundle *bundle, const char *name, char *message, size_t message_capacity,

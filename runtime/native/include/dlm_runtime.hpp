@@ -261,6 +261,7 @@ class Bundle {
   }
   std::string_view manifest() const { return dlm_bundle_manifest(get()); }
   std::string_view engine() const { return dlm_bundle_engine(get()); }
+  std::int32_t max_new_tokens() const { return dlm_bundle_max_new_tokens(get()); }
   Text text() const {
     const dlm_text* found = nullptr;
     detail::check([&](char* text, std::size_t size) { return dlm_bundle_text(get(), text, size, &found); });

@@ -364,7 +364,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "targets", "tokenizer", "chat_template", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "visible_block", "graph",
-                       "presets", "default_preset", "effort", "engines"});
+                       "presets", "default_preset", "max_new_tokens", "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -376,6 +376,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   for (const json::Value& preset : presets.members()) manifest.presets.emplace_back(preset.key(), read_preset(preset));
   manifest.default_preset = loop.string("default_preset");
   if (presets.find(manifest.default_preset) == nullptr) loop.at("default_preset").refuse("is not one of presets");
+  if (loop.find("max_new_tokens") != nullptr)
+    manifest.max_new_tokens = static_cast<int32_t>(loop.integer("max_new_tokens", 1, 1 << 24));
   if (loop.find("effort") != nullptr) manifest.efforts = read_efforts(loop.object("effort"), presets);
   const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
   if (loop.find("engines") != nullptr)

@@ -25,6 +25,8 @@ struct FileHash {
 // Effort levels of a bundle, fewest passes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
+constexpr int32_t kNewTokens = 128;  // unless a bundle or a request says
+
 using Policies = std::vector<std::pair<std::string, dlm_policy>>;  // by name, in the manifest's order
 
 struct Manifest {
@@ -35,6 +37,7 @@ struct Manifest {
   bool is_for_gpus = false;         // built for them, though it may hold no engine yet
   std::string device_advice;        // what makes it run on a GPU, for messages; empty if it is not for GPUs
   std::string default_preset;
+  int32_t max_new_tokens = kNewTokens;  // of a request that does not say
   Policies presets;                // strings are static
   Policies efforts;                // levels fitted on data, fewest passes first; empty where none were
   std::string text_path;           // of the compiled text file; empty: there is none,

@@ -43,7 +43,7 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
 dlm_generate_options default_generate_options() {
   dlm_generate_options options{};
   options.struct_size = sizeof options;
-  options.max_new_tokens = 128;
+  options.max_new_tokens = dlm::kNewTokens;
   return options;
 }
 
@@ -532,6 +532,8 @@ const char* dlm_bundle_manifest(const dlm_bundle* bundle) { return bundle == nul
 const char* dlm_bundle_engine(const dlm_bundle* bundle) {
   return bundle == nullptr ? "" : bundle->engine_description.c_str();
 }
+
+int32_t dlm_bundle_max_new_tokens(const dlm_bundle* bundle) { return bundle == nullptr ? 0 : bundle->manifest.max_new_tokens; }
 
 dlm_status dlm_bundle_preset(const dlm_bundle* bundle, const char* name, char* message, size_t message_capacity,
                              dlm_policy* policy) {
