@@ -45,9 +45,9 @@ NOT_IN_TENSORRT = {
 }
 
 # What the CUDA provider has kernels for, by docs/OperatorKernels.md of ONNX Runtime and by libonnxruntime_providers_cuda.so of
-# onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is written in, at opset 23 (graph/cuda.py), and MatMulNBits.
-# DequantizeLinear and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing, MatMulInteger takes
-# signed bytes alone.
+# onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is written in, at opset 23 (graph/cuda.py), and MatMulNBits, which
+# 1.24.4's has too. DequantizeLinear and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing,
+# MatMulInteger takes signed bytes alone.
 CUDA_FORMATS = ("int8-weight", "int4-g32", "int4-g64", "int4-g128")
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for what its graph is written in"
 

@@ -13,6 +13,7 @@ from dlm_export.targets import TargetError
 
 QUANTISED = ("com.microsoft", "MatMulNBits")
 """INT8 and INT4 weights by fp16, bf16 and fp32, in blocks of 16 to 128."""
+
 # Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and Log have none for bf16, and
 # are of fp32 in every graph.
 KERNELS = frozenset(
