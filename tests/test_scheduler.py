@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,32 @@ def test_an_engine_that_fails_fails_its_requests_alone() -> None:
             except (EngineError, RuntimeError, dlm_runtime.DlmError):
                 failures += 1
         assert failures == 1
+
+
+def test_what_a_denoiser_raised_is_nobody_elses_cause_and_is_not_kept() -> None:
+    denoiser = ArithmeticDenoiser()
+    kept: list[weakref.ref[BaseException]] = []
+
+    class MadeToFailError(RuntimeError):
+        pass
+
+    def fail(p: dlm_runtime.CallbackPass) -> None:
+        error = MadeToFailError()
+        kept.append(weakref.ref(error))
+        raise error
+
+    with dlm_runtime.from_callback(denoiser.info, fail) as bundle:
+        with bundle.scheduler(max_running=1) as scheduler:
+            for job in [scheduler.submit(tokens=[5], max_new_tokens=6) for _ in range(20)]:
+                with pytest.raises(EngineError):
+                    job.result(30)
+        with pytest.raises(RequestError) as refused:
+            bundle.generate(tokens=[5], max_new_tokens=10**6)
+        assert refused.value.__cause__ is None
+        with pytest.raises(EngineError) as failed:
+            bundle.generate(tokens=[5], max_new_tokens=6)
+        assert failed.value.__cause__ is kept[-1]()
+        del job, refused, failed
+        gc.collect()
+        assert len(kept) == 21
+        assert not any(error() for error in kept)

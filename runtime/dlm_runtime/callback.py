@@ -7,6 +7,7 @@ that is not exported yet. Every pass crosses into Python, so it is not the fast 
 from __future__ import annotations
 
 import ctypes as C
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -96,14 +97,14 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
     What ``run`` raises ends the request and is raised again from ``generate`` as the cause of an EngineError; what is no
     Exception, such as KeyboardInterrupt, as itself.
     """
-    raised: list[BaseException] = []
+    raised = threading.local()  # a session's passes are made by the thread that called it, a scheduler's by one of its own
 
     def call(_: int, pointer: object) -> int:
         try:
             for one in _passes(info, pointer.contents):  # type: ignore[attr-defined]
                 run(one)
         except BaseException as err:
-            raised.append(err)
+            raised.error = err
             return 5  # DLM_ENGINE_FAILED
         return 0
 
@@ -127,13 +128,12 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
 
 class _CallbackBundle(Bundle):
     def _check(self, status: int, session: C.c_void_p) -> None:
-        raised: list[BaseException] = self._owned[1]  # type: ignore[index]
         try:
             super()._check(status, session)
         except Exception as err:
-            if not raised:
+            cause: BaseException | None = self._owned[1].__dict__.pop("error", None)  # type: ignore[index]
+            if cause is None:
                 raise
-            cause = raised.pop()
             if isinstance(cause, Exception):
                 raise err from cause
             raise cause from None
