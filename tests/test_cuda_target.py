@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 import dlm_runtime
 from dlm_calibration.formats import quantise_weight
 from dlm_export.building.writing import part_of
+from dlm_export.bundle import network_of
 from dlm_export.graph import cuda, functions
 from dlm_export.graph.quantise import Part
 from dlm_export.graph.trace import Graph, trace_pass
+from dlm_export.graph.write import data_bytes
 from dlm_export.sources import open_source
 from dlm_export.targets import TargetError, find, find_all
 
@@ -41,8 +43,8 @@ def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_ke
     assert "engines" not in manifest["loop"]
 
 
-QUANTISED = {"int8": (8, 128), "int4": (4, 64), "int4-g128": (4, 128)}
-"""Bits and size of the blocks that a precision's layers are in."""
+QUANTISED = {"int8": (8, (64, 128)), "int4": (4, (64,)), "int4-g128": (4, (128,))}
+"""Bits and sizes of the blocks that a precision's layers are in; the demo has 192 and 512 inputs."""
 
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])
@@ -58,11 +60,15 @@ def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(pre
     for node in quantised:
         told = {attribute.name: attribute.i for attribute in node.attribute}
         if held[node.name.rsplit("/", 1)[0]] == {"int8": "int8-weight"}.get(precision, precision):
-            assert (told["bits"], told["block_size"]) == QUANTISED[precision]
+            assert told["bits"] == QUANTISED[precision][0]
+            assert told["block_size"] in QUANTISED[precision][1]
+            assert told["K"] % told["block_size"] == 0
         blocks, scales = (stored[name] for name in node.input[1:])
         count = -(-told["K"] // told["block_size"])
         assert tuple(blocks.dims) == (told["N"], count, told["block_size"] * told["bits"] // 8)
         assert (tuple(scales.dims), scales.data_type) == ((told["N"], count), {"fp16": 10, "bf16": 16}[activations])
+    expected = data_bytes(network_of(read_manifest(folder)), activations, held)
+    assert 0.5 * expected < (folder / "denoiser.onnx.data").stat().st_size <= expected
 
 
 @pytest.mark.parametrize("name", ["fp16", *QUANTISED])
@@ -120,7 +126,7 @@ def test_blocks_hold_every_code_where_the_operator_looks_for_it(inputs: int, col
     generator = np.random.default_rng(seed)
     matrix = generator.normal(0, 1, (inputs, columns)).astype(np.float32)
     weight = quantise_weight(matrix, "int8" if size is None else "int4", group_size=size)
-    bits, length = functions.BITS[weight.format], size or functions.BLOCK_SIZE
+    bits, length = functions.BITS[weight.format], size or functions.block_size(inputs)
     read = part_of(weight, Part("layer", "blocks"))
     blocks = np.concatenate([read[(slice(i, i + 3),)] for i in range(0, columns, 3)])
     scales = np.asarray(part_of(weight, Part("layer", "block_scales")))

@@ -180,10 +180,10 @@ def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
             return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
         return functions.panel_scales(weight.scales if weight.format == "nvfp4" else weight.scales.T.astype(FP16))
     if part.part == "blocks":
-        size = weight.group_size or functions.BLOCK_SIZE
+        size = weight.group_size or functions.block_size(weight.shape[0])
         return functions.lazy_blocks(weight.codes, functions.BITS[weight.format], size)
     if part.part == "block_scales":
-        blocks = -(-weight.shape[0] // functions.BLOCK_SIZE)
+        blocks = -(-weight.shape[0] // functions.block_size(weight.shape[0]))
         return np.repeat(weight.scales[:, None], blocks, axis=1) if weight.group_size is None else weight.scales.T
     array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
     if part.layer == "embed":

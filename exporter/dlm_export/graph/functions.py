@@ -83,7 +83,7 @@ POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
 BITS = {"int4": 4, "int8": 8}  # of a code in MatMulNBits
-BLOCK_SIZE = 128  # of its blocks where a column has one scale: the largest that all of its kernels take
+_BLOCK_SIZES = (128, 64, 32)  # that all of its kernels take
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -120,6 +120,11 @@ def lazy_int4_panels(codes: np.ndarray) -> Lazy:
     inputs, columns = codes.shape
     shape = (padded(columns) // PANEL, inputs // PAIRS, PANEL, DOT)
     return Lazy(shape, lambda at: int4_panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
+
+
+def block_size(inputs: int) -> int:
+    """Of MatMulNBits' blocks where a column has one scale: the largest that leaves none short, where one does."""
+    return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:

@@ -44,6 +44,10 @@ def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] 
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
+            if chosen.weights == "int8" and precision != "fp32":  # whole blocks with a scale each, where MatMulNBits has it
+                size = functions.block_size(layer.inputs)
+                blocks = -(-layer.inputs // size)
+                saved -= layer.count * columns * (blocks * (size + PRECISIONS[precision]) - layer.inputs)
     return elements * PRECISIONS[precision] - saved + 4 * c.vocab_size + padding
 
 
