@@ -29,6 +29,7 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
     while (known < std::min(stood_.size(), places.size()) && stood_[known] == std::pair(places[known].token, places[known].other)) ++known;
   met_[0].assign(1, state);
   stood_.resize(known);
+  if (known == places.size()) return;
   const size_t bytes = (at(automaton_.states) + sizeof(uint64_t) - 1) / sizeof(uint64_t) * sizeof(uint64_t);
   is_met_.assign(bytes, 0);
   is_open_.assign(bytes, 0);
