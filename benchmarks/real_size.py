@@ -8,7 +8,7 @@ with an index) and random weights. What stands behind ``--`` goes to every ``dlm
 ``--calib-samples``, ``--no-verify`` and the like. Each step is a process of its own: seconds, stages, the most memory it held
 at a time, its own and that of mapped files apart, and the bytes that went through its disk and its calls. Files are dropped
 from the system's cache before each step. Beside them stand this machine's rates, measured in the same run. Everything is
-removed afterwards unless --keep.
+removed afterwards unless --keep; what was kept is taken up by the next run.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
     rng = np.random.default_rng(0)
     pool = rng.standard_normal(POOL, np.float32) if has_data else np.empty(0, np.float32)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
     weight_map, total = {}, 0
     for i, names in enumerate(files):
         file = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
@@ -112,6 +111,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
         total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))  # last: where it is, all is
     return total
 
 
@@ -143,6 +143,12 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
     row["result"] = json.loads(text)
     stages = row["result"].get("stages_s", {}) if isinstance(row["result"], dict) else {}
     print(told + "".join(f"  {stage} {spent:.1f}" for stage, spent in stages.items()), flush=True)
+    if arguments[0] == "bench":
+        for one in row["result"]["passes"]:
+            told = f"T = {one['tokens']}, S = {one['cached']}: {one['ms']:.0f} ms"
+            print(f"    a pass, {told}, {one['ratio']:.2f} of the limit's {one['limit_ms']:.0f}", flush=True)
+        held = row["result"]["memory"]
+        print(f"    {held['peak_rss_bytes'] / 2**30:.2f} GiB resident, {held['ratio']:.2f} of weights and cache", flush=True)
     return row
 
 
@@ -174,7 +180,7 @@ def measure_machine(folder: Path) -> dict[str, Any]:
     from dlm_export.planning import roofline
 
     probe = folder / "disk"
-    probe.mkdir()
+    probe.mkdir(exist_ok=True)
     disk, rates = disk_rates(probe), asdict(roofline.measure(0))
     print(
         f"disk: {disk['write'] / 1e9:.2f} GB/s written, {disk['read'] / 1e9:.2f} read; memory "
@@ -198,13 +204,17 @@ def carry(folder: Path, layers: int, precisions: list[str], build_options: list[
     parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
     # An int8 bundle, the largest of the usual ones: a byte a weight with its padding, four of the embedding table.
     bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
-    require_room(folder, 2 * parameters + bundle_bytes * (len(precisions) if keep else 1))
-    began = time.perf_counter()
-    size = write_checkpoint(checkpoint, config, has_data=True)
-    print(
-        f"{layers} layers, {parameters / 1e9:.2f} B parameters, {size / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s",
-        flush=True,
-    )
+    kept = (checkpoint / "config.json").exists()
+    if kept and json.loads((checkpoint / "config.json").read_text()) != config:
+        raise SystemExit(f"{checkpoint} is not of {layers} layers: remove {folder} first")
+    require_room(folder, 2 * parameters * (not kept) + bundle_bytes * (len(precisions) if keep else 1))
+    told = f"{layers} layers, {parameters / 1e9:.2f} B parameters"
+    if kept:
+        print(f"{told}, of a run before", flush=True)
+    else:
+        began = time.perf_counter()
+        size = write_checkpoint(checkpoint, config, has_data=True)
+        print(f"{told}, {size / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s", flush=True)
     rows = [
         step("inspect", ["inspect", str(checkpoint)], checkpoint),
         step("plan", ["plan", str(checkpoint), "--targets", "cpu,rtx5090,h100"], checkpoint),
@@ -243,6 +253,7 @@ def carry(folder: Path, layers: int, precisions: list[str], build_options: list[
 def carry_headers(folder: Path) -> list[dict[str, Any]]:
     """100 B parameters of which only headers are there: what needs no weights."""
     checkpoint = folder / "headers"
+    shutil.rmtree(checkpoint, ignore_errors=True)
     size = write_checkpoint(checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False)
     print(f"headers of {size / 2e9:.0f} B parameters, {size / 1e9:.0f} GB of holes", flush=True)
     return [
@@ -260,9 +271,7 @@ def main() -> None:
     parser.add_argument("build_options", nargs="*", metavar="-- BUILD OPTIONS")
     arguments = parser.parse_args()
     folder = ROOT / "build" / "benchmarks" / "real-size"
-    if folder.exists():
-        raise SystemExit(f"{folder} is there, of a run that was told to --keep it: remove it first")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is there, as Ctrl-C does
     try:
         require_room(folder, PROBE_BYTES)
