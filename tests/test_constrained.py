@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from constraints import Longest, compiled, made_up_vocabulary
 from denoisers import under_native_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from networks import make_network
 from schemas import random_document
@@ -22,7 +25,7 @@ from dlm_export.network import reference
 from dlm_export.network.constrained import Constrained
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import Canvas, start_canvas
-from dlm_runtime import PRESETS, Bundle, Policy, RequestError
+from dlm_runtime import PRESETS, Bundle, CallbackPass, DenoiserInfo, Policy, RequestError, from_callback
 from dlm_runtime.constraints import schema
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import Constraint
@@ -223,6 +226,78 @@ def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     assert text_of(out.tokens[len(PROMPT) :]) == "ababé".encode()
     assert out.nfe == 0, "there is one text of three tokens"
     assert out.finish == "constraint", "it is whole, though no end token has room"
+
+
+# ---- Large vocabularies: the best token of a class of many is looked for among a row's highest ones ----
+
+SPELLED = ["".join(letters) for length in range(1, 9) for letters in itertools.product("abc", repeat=length)]
+LARGE_MASK, LARGE_END, LEAST, MOST, PLACES = 13, 6100, 9, 44, 8
+RULED_OUT = 3000  # tokens that no text has, among the others
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[list[str], Constraint]:
+    """By token what it spells, "" for nothing; and the texts of ``LEAST`` to ``MOST`` letters a to c."""
+    words = [*SPELLED, *(f"d{word}" for word in SPELLED[:RULED_OUT])]
+    order = iter(np.random.default_rng(11).permutation(len(words)))
+    spelled = ["" if token in (LARGE_MASK, LARGE_END) else words[next(order)] for token in range(len(words) + 2)]
+    vocabulary = Longest(tuple(text.encode() or None for text in spelled))
+    automaton = compiled(f"[abc]{{{LEAST},{MOST}}}", vocabulary, len(spelled), (LARGE_END,))
+    return spelled, Constraint(automaton.as_bytes())
+
+
+def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
+    """The heaviest text's tokens, the lowest of equally heavy ones; ``weights`` float64 ``[N, V]``."""
+    lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
+    by_length = [np.flatnonzero(lengths == length) for length in range(9)]
+    ended = MOST + 1  # the state behind an end token; before it, the letters so far
+    ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
+    steps = list[dict[int, tuple[float, int, int]]]()  # from the last on: by state the sum, token and next
+    for row in weights[::-1]:
+        best = [int(tokens[row[tokens].argmax()]) if length else -1 for length, tokens in enumerate(by_length)]
+        found = dict[int, tuple[float, int, int]]()
+        for state in range(ended + 1):
+            ways = [(state + length, best[length]) for length in range(1, 9) if state + length <= MOST < ended != state]
+            ways += [(ended, LARGE_END)] if state >= LEAST else []
+            sums = [(ahead[to] + row[token], -token, to) for to, token in ways if to in ahead]
+            if sums:
+                weight, token, to = max(sums)
+                found[state] = weight, -token, to
+        steps.append(found)
+        ahead = {state: weight for state, (weight, _, _) in found.items()}
+    text, state = list[int](), 0
+    for found in reversed(steps):
+        _, token, state = found[state]
+        text.append(token)
+    return text
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.0, 0.6, 3.0]), hidden=st.sampled_from([0, 60, 12_000]))
+def test_the_most_likely_text_over_a_large_vocabulary(
+    large: tuple[list[str], Constraint], seed: int, spread: float, hidden: int
+) -> None:
+    spelled, constraint = large
+    source = np.random.default_rng(seed)
+    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(np.float32)  # many are equal
+    logits[source.random(logits.shape) < 0.001] += 9
+    for row in logits:
+        row[source.permutation(len(spelled))[:hidden]] = -np.inf
+        row[LARGE_MASK], row[-1] = -np.inf, max(row[-1], 0)
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+
+    def run(p: CallbackPass) -> None:
+        p.top_tokens[:], p.top_probs[:] = best, [0.5, 0.25]
+        if p.logits is not None:
+            p.logits[:] = logits
+
+    bundle = from_callback(DenoiserInfo(len(spelled), LARGE_MASK, 64, (LARGE_END,)), run)
+    out = bundle.generate(
+        tokens=[1], max_new_tokens=PLACES, constraint=constraint, block_length=PLACES, steps_per_block=1, stop="none"
+    )
+    wide = logits.astype(np.float64)
+    weights = np.maximum(wide - wide.max(axis=1, keepdims=True), -1e30)
+    assert out.tokens[1:] == heaviest(spelled, weights)
 
 
 def test_constraints_of_other_bundles_are_refused(bundles: dict[str, Bundle]) -> None:

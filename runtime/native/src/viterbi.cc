@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 namespace dlm {
 namespace {
 
 constexpr double kNever = -std::numeric_limits<double>::infinity();
+constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr double kLeast = -1e30;  // of a token that the denoiser rules out: a text may need it all the same
 
 size_t at(int32_t index) { return static_cast<size_t>(index); }
@@ -18,16 +20,21 @@ double weigh(const Place& place, int32_t token) {
   return weight > kLeast ? weight : kLeast;
 }
 
+constexpr size_t kLanes = 8;  // as many maxima as there are loads under way at a time
+constexpr size_t kRun = 64;        // tokens of a row whose highest logit is held
+constexpr size_t kHighest = 64;    // as many runs, at least, have a token that reaches the bound
+constexpr size_t kMany = 16 * kHighest;  // tokens of a class that make it worth a look at the row's highest ones
+
+float max_of(const float (&lanes)[kLanes]) { return *std::max_element(lanes, lanes + kLanes); }
+
 // The first of the tokens whose logit is the highest; the first of all where none is above minus infinity.
 int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
-  // As many maxima as there are loads under way at a time, over stretches short enough to look through once more.
-  constexpr size_t kLanes = 8, kStretch = 32 * kLanes;
-  constexpr float none = -std::numeric_limits<float>::infinity();
-  float highest = none;
+  constexpr size_t kStretch = 32 * kLanes;  // short enough to look through once more
+  float highest = kNone;
   size_t found = 0;
   for (size_t start = 0; start < count; start += kStretch) {
     const size_t end = std::min(start + kStretch, count);
-    float lanes[kLanes] = {none, none, none, none, none, none, none, none};
+    float lanes[kLanes] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};
     size_t i = start;
     for (; i + kLanes <= end; i += kLanes)
       for (size_t lane = 0; lane < kLanes; ++lane) {
@@ -35,19 +42,50 @@ int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
         lanes[lane] = logit > lanes[lane] ? logit : lanes[lane];
       }
     for (; i < end; ++i) lanes[0] = std::max(lanes[0], logits[tokens[i]]);
-    const float best = *std::max_element(lanes, lanes + kLanes);
+    const float best = max_of(lanes);
     if (best > highest) highest = best, found = start;
   }
-  while (highest > none && logits[tokens[found]] != highest) ++found;
+  while (highest > kNone && logits[tokens[found]] != highest) ++found;
   return tokens[found];
 }
 
 }  // namespace
 
+// A class that has any of the tokens that reach a bound, which are a row's highest ones, has its best one among them.
+void Viterbi::weigh_highest(const Place& place) {
+  looked_at_ = place_;
+  const auto vocab_size = at(automaton_.vocab_size), runs = vocab_size / kRun;
+  if (runs <= kHighest) return;
+  highest_.resize(runs);
+  for (size_t run = 0; run < runs; ++run) {
+    const float* const logits = place.logits + run * kRun;
+    float lanes[kLanes] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};
+    for (size_t i = 0; i < kRun; i += kLanes)
+      for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = logits[i + lane] > lanes[lane] ? logits[i + lane] : lanes[lane];
+    highest_[run] = max_of(lanes);
+  }
+  ordered_ = highest_;
+  std::nth_element(ordered_.begin(), ordered_.begin() + kHighest, ordered_.end(), std::greater<>());
+  const float bound = ordered_[kHighest];
+  if (!(bound > kNone)) return;
+  const auto see = [&](size_t first, size_t last) {
+    for (size_t i = first; i < last; ++i) {
+      if (!(place.logits[i] >= bound) || automaton_.token_class[i] < 0) continue;
+      Best& best = classes_[at(automaton_.token_class[i])];
+      const auto token = static_cast<int32_t>(i);
+      if (best.place != place_ || place.logits[i] > place.logits[best.token]) best = {weigh(place, token), token, place_};
+    }
+  };
+  for (size_t run = 0; run < runs; ++run)
+    if (highest_[run] >= bound) see(run * kRun, (run + 1) * kRun);
+  see(runs * kRun, vocab_size);
+}
+
 const Viterbi::Best& Viterbi::weigh_class(const Place& place, int32_t number) {
   Best& best = classes_[at(number)];
-  if (best.place == place_) return best;
   const auto start = at(automaton_.class_starts[at(number)]), end = at(automaton_.class_starts[at(number) + 1]);
+  if (looked_at_ != place_ && place.logits != nullptr && end - start >= kMany) weigh_highest(place);
+  if (best.place == place_) return best;
   const int32_t token = place.logits == nullptr ? automaton_.class_tokens[start]
                                                 : find_best(place.logits, automaton_.class_tokens.data() + start, end - start);
   return best = {weigh(place, token), token, place_};
@@ -107,6 +145,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::
   ways_.meet(state, places);
   classes_.assign(at(automaton_.classes), {kNever, -1, -1});
   groups_.resize(at(automaton_.groups));
+  looked_at_ = -1;
   ahead_.assign(at(automaton_.states), kNever);
   steps_.resize(std::max(steps_.size(), length));
   for (const int32_t end : ways_.before(length))

@@ -7,7 +7,7 @@
 // exporter/dlm_export/network/constrained.py states the same.
 //
 // Rows of logits are what is long. Nothing is looked up of a class that no possible text has there, nor of a group with the row's
-// best token in it, which is the group's best too.
+// best token in it, which is the group's best too; and of classes of many tokens, only where none of the row's highest ones is theirs.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +42,7 @@ class Viterbi {
     int32_t token, next;
   };
 
+  void weigh_highest(const Place& place);
   const Best& weigh_class(const Place& place, int32_t number);
   const Best& weigh_group(const Place& place, int32_t group);
   Step step_from(const Place& place, int32_t state);
@@ -50,7 +51,9 @@ class Viterbi {
   Ways ways_;
   std::vector<Best> classes_, groups_;
   std::vector<double> group_weights_;  // at the place that is being weighed; NaN: not weighed there, so that groups_ has nothing of it
-  int32_t place_ = 0;  // the number of the place that is being weighed
+  int32_t place_ = 0;       // the number of the place that is being weighed
+  int32_t looked_at_ = -1;  // the number of the place whose highest tokens were looked at last
+  std::vector<float> highest_, ordered_;  // by run of tokens, their highest logit; and in another order
   std::vector<std::vector<Step>> steps_;  // by place and state that is met
   std::vector<double> ahead_;             // by state: the weight of the best way on from behind the place
   std::vector<uint8_t> leads_on_;         // by state: whether there is one
