@@ -2,15 +2,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
+#include <cstddef>
+#include <cstring>
 #include <limits>
+#include <utility>
 
 namespace dlm {
 namespace {
 
 constexpr double kNever = -std::numeric_limits<double>::infinity();
+constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr double kLeast = -1e30;  // of a token that the denoiser rules out: a text may need it all the same
+
+constexpr size_t kLanes = 8;      // as many maxima as there are loads under way at a time
+constexpr size_t kRun = 32;       // tokens of a row whose highest logit is held
+constexpr size_t kSections = 16;  // of a row: each has a token that reaches the bound
+constexpr size_t kMany = 16;      // a row's highest tokens are looked for before one token in so many is looked up
 
 size_t at(int32_t index) { return static_cast<size_t>(index); }
 
@@ -20,12 +28,19 @@ double weigh(const Place& place, int32_t token) {
   return weight > kLeast ? weight : kLeast;
 }
 
-constexpr size_t kLanes = 8;  // as many maxima as there are loads under way at a time
-constexpr size_t kRun = 64;        // tokens of a row whose highest logit is held
-constexpr size_t kHighest = 64;    // as many runs, at least, have a token that reaches the bound
-constexpr size_t kMany = 16 * kHighest;  // tokens of a class that make it worth a look at the row's highest ones
-
 float max_of(const float (&lanes)[kLanes]) { return *std::max_element(lanes, lanes + kLanes); }
+
+// The highest of a run of logits; four at a time, as no compiler does by itself what NaN makes depend on the order.
+float max_of_run(const float* logits) {
+  using Four = float __attribute__((vector_size(16)));
+  constexpr size_t kFours = kRun / 4;
+  Four all[kFours];
+  std::memcpy(all, logits, sizeof all);
+  for (size_t half = kFours / 2; half > 0; half /= 2)
+    for (size_t i = 0; i < half; ++i) all[i] = all[i + half] > all[i] ? all[i + half] : all[i];
+  const float first = all[0][1] > all[0][0] ? all[0][1] : all[0][0], last = all[0][3] > all[0][2] ? all[0][3] : all[0][2];
+  return last > first ? last : first;
+}
 
 // The first of the tokens whose logit is the highest; the first of all where none is above minus infinity.
 int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
@@ -55,18 +70,17 @@ int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = at(automaton_.vocab_size), runs = vocab_size / kRun;
-  if (runs <= kHighest) return;
+  if (runs < kSections) return;
   highest_.resize(runs);
-  for (size_t run = 0; run < runs; ++run) {
-    const float* const logits = place.logits + run * kRun;
-    float lanes[kLanes] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};
-    for (size_t i = 0; i < kRun; i += kLanes)
-      for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = logits[i + lane] > lanes[lane] ? logits[i + lane] : lanes[lane];
-    highest_[run] = max_of(lanes);
+  float bound = std::numeric_limits<float>::infinity();
+  for (size_t section = 0; section < kSections; ++section) {
+    float best = kNone;
+    for (size_t run = section * runs / kSections; run < (section + 1) * runs / kSections; ++run) {
+      highest_[run] = max_of_run(place.logits + run * kRun);
+      best = std::max(best, highest_[run]);
+    }
+    bound = std::min(bound, best);
   }
-  ordered_ = highest_;
-  std::nth_element(ordered_.begin(), ordered_.begin() + kHighest, ordered_.end(), std::greater<>());
-  const float bound = ordered_[kHighest];
   if (!(bound > kNone)) return;
   const auto see = [&](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
@@ -83,19 +97,21 @@ void Viterbi::weigh_highest(const Place& place) {
 
 const Viterbi::Best& Viterbi::weigh_class(const Place& place, int32_t number) {
   Best& best = classes_[at(number)];
-  const auto start = at(automaton_.class_starts[at(number)]), end = at(automaton_.class_starts[at(number) + 1]);
-  if (looked_at_ != place_ && place.logits != nullptr && end - start >= kMany) weigh_highest(place);
   if (best.place == place_) return best;
+  const auto start = at(automaton_.class_starts[at(number)]), end = at(automaton_.class_starts[at(number) + 1]);
+  if (place.logits != nullptr && looked_at_ != place_ && (looked_up_ += end - start) * kMany > at(automaton_.vocab_size)) {
+    weigh_highest(place);
+    if (best.place == place_) return best;
+  }
   const int32_t token = place.logits == nullptr ? automaton_.class_tokens[start]
                                                 : find_best(place.logits, automaton_.class_tokens.data() + start, end - start);
   return best = {weigh(place, token), token, place_};
 }
 
-const Viterbi::Best& Viterbi::weigh_group(const Place& place, int32_t group) {
-  Best& best = groups_[at(group)];
-  best = {kNever, -1, place_};
+Viterbi::Weighed Viterbi::weigh_group(const Place& place, int32_t group) {
+  Weighed best{group, -1, kNever};
   const auto see = [&](double weight, int32_t token) {
-    if (best.token < 0 || weight > best.weight || (weight == best.weight && token < best.token)) best = {weight, token, place_};
+    if (best.token < 0 || weight > best.weight || (weight == best.weight && token < best.token)) best = {group, token, weight};
   };
   if (place.token >= 0) {
     for (const int32_t token : {place.token, place.other})
@@ -111,64 +127,84 @@ const Viterbi::Best& Viterbi::weigh_group(const Place& place, int32_t group) {
   return best;
 }
 
-Viterbi::Step Viterbi::step_from(const Place& place, int32_t state) {
-  const int32_t *const states = automaton_.edge_states.data(), *const groups = automaton_.edge_groups.data();
-  const int32_t first = automaton_.edge_starts[at(state)], last = automaton_.edge_starts[at(state) + 1];
-  const double* const ahead = ahead_.data();
-  double* const weights = group_weights_.data();
-  const auto weigh_edge = [&](int32_t edge) {
-    double& weight = weights[groups[edge]];
-    if (std::isnan(weight)) {
-      if (ahead[states[edge]] == kNever) return kNever;
-      weight = weigh_group(place, groups[edge]).weight;
-    }
-    return ahead[states[edge]] + weight;
-  };
-  // Without a branch on which edge is better, which nobody could predict. Equal ones are rare.
-  double weight = kNever;
-  int32_t best = -1, equals = 0;
-  for (int32_t edge = first; edge < last; ++edge) {
-    const double own = weigh_edge(edge);
-    equals = own > weight ? 0 : equals + (own == weight ? 1 : 0);
-    best = own > weight ? edge : best;
-    weight = std::max(weight, own);
+// What a state's ways on lead through.
+void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
+  for (int32_t edge = automaton_.edge_starts[at(state)]; edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
+    const int32_t group = automaton_.edge_groups[at(edge)];
+    if (weights_[at(group)] != kUnknown || ahead_[at(automaton_.edge_states[at(edge)])] == kNever) continue;
+    layer.groups.push_back(weigh_group(place, group));
+    weights_[at(group)] = layer.groups.back().weight;
   }
-  if (best < 0) return {kNever, -1, -1};
-  if (equals > 0)
-    for (int32_t edge = best + 1; edge < last; ++edge)
-      if (weigh_edge(edge) == weight && groups_[at(groups[edge])].token < groups_[at(groups[best])].token) best = edge;
-  return {weight, groups_[at(groups[best])].token, states[best]};
 }
 
 bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   const size_t length = places.size();
   ways_.meet(state, places);
   classes_.assign(at(automaton_.classes), {kNever, -1, -1});
-  groups_.resize(at(automaton_.groups));
-  looked_at_ = -1;
+  weights_.assign(at(automaton_.groups), kUnknown);
+  tokens_.resize(at(automaton_.groups));
   ahead_.assign(at(automaton_.states), kNever);
-  steps_.resize(std::max(steps_.size(), length));
-  for (const int32_t end : ways_.before(length))
-    if (ends[at(end)] != 0) ahead_[at(end)] = 0;
+  layers_.resize(std::max(layers_.size(), length + 1));
+  looked_at_ = -1;
+  layers_[length].ahead.clear();
+  for (const int32_t end : ways_.before(length)) {
+    ahead_[at(end)] = ends[at(end)] != 0 ? 0 : kNever;
+    layers_[length].ahead.push_back(ahead_[at(end)]);
+  }
+  const int32_t *const starts = automaton_.edge_starts.data(), *const states = automaton_.edge_states.data(),
+                *const groups = automaton_.edge_groups.data();
+  const double *const ahead = ahead_.data(), *const weights = weights_.data();
+  // What is endless less endless is no number, and not above any.
+  const auto best_of = [=](int32_t from) {
+    double best = kNever;
+    for (int32_t edge = starts[from], last = starts[from + 1]; edge < last; ++edge) {
+      const double own = ahead[states[edge]] + weights[groups[edge]];
+      best = own > best ? own : best;
+    }
+    return best;
+  };
   for (size_t i = length; i-- > 0;) {
     place_ = static_cast<int32_t>(i);
-    group_weights_.assign(at(automaton_.groups), std::numeric_limits<double>::quiet_NaN());
+    looked_up_ = 0;
+    Layer& layer = layers_[i];
     const std::vector<int32_t>& met = ways_.before(i);
-    std::vector<Step>& steps = steps_[i];
-    steps.resize(met.size());
-    for (size_t from = 0; from < met.size(); ++from) steps[from] = step_from(places[i], met[from]);
+    layer.ahead.resize(met.size());
+    layer.groups.clear();
+    for (size_t from = 0; from < met.size(); ++from) {
+      double best = best_of(met[from]);
+      if (best == kUnknown) {
+        weigh_edges(places[i], met[from], layer);
+        best = best_of(met[from]);
+      }
+      layer.ahead[from] = best;
+    }
+    for (const Weighed& group : layer.groups) weights_[at(group.group)] = kUnknown;
     for (const int32_t behind : ways_.before(i + 1)) ahead_[at(behind)] = kNever;
-    for (size_t from = 0; from < met.size(); ++from) ahead_[at(met[from])] = steps[from].weight;
+    for (size_t from = 0; from < met.size(); ++from) ahead_[at(met[from])] = layer.ahead[from];
   }
-  if (ahead_[at(state)] == kNever) return false;
+  if (std::exchange(ahead_[at(state)], kNever) == kNever) return false;
   tokens.resize(length);
-  for (size_t i = 0; i < length; ++i) {
-    const std::vector<int32_t>& met = ways_.before(i);
-    const Step& step = steps_[i][static_cast<size_t>(std::lower_bound(met.begin(), met.end(), state) - met.begin())];
-    tokens[i] = step.token;
-    state = step.next;
-  }
+  for (size_t i = 0; i < length; ++i) state = find_step(i, state, tokens[i]);
   return true;
+}
+
+// The state behind the first step of the best way on; of equally good ones the one with the lowest token.
+int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
+  const std::vector<Weighed>& groups = layers_[place].groups;
+  const std::vector<int32_t>& behind = ways_.before(place + 1);
+  for (const Weighed& group : groups) weights_[at(group.group)] = group.weight, tokens_[at(group.group)] = group.token;
+  for (size_t to = 0; to < behind.size(); ++to) ahead_[at(behind[to])] = layers_[place + 1].ahead[to];
+  double best = kNever;
+  int32_t next = -1;
+  for (int32_t edge = automaton_.edge_starts[at(state)]; edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
+    const auto group = at(automaton_.edge_groups[at(edge)]);
+    const double own = ahead_[at(automaton_.edge_states[at(edge)])] + weights_[group];
+    if (own > best || (own == best && own > kNever && tokens_[group] < token))
+      best = own, next = automaton_.edge_states[at(edge)], token = tokens_[group];
+  }
+  for (const int32_t to : behind) ahead_[at(to)] = kNever;
+  for (const Weighed& group : groups) weights_[at(group.group)] = kUnknown;
+  return next;
 }
 
 void Viterbi::find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, std::vector<int32_t>& classes) {

@@ -7,7 +7,7 @@
 // exporter/dlm_export/network/constrained.py states the same.
 //
 // Rows of logits are what is long. Nothing is looked up of a class that no possible text has there, nor of a group with the row's
-// best token in it, which is the group's best too; and of classes of many tokens, only where none of the row's highest ones is theirs.
+// best token in it, which is the group's best too; and where classes have many tokens, only of those that have none of the row's highest ones.
 #pragma once
 
 #include <cstdint>
@@ -31,32 +31,40 @@ class Viterbi {
   Ways& ways() { return ways_; }
 
  private:
-  // Of a class or a group at a place: its best token, and what that weighs. No token where nothing of it may stand there.
+  // Of a class at a place: its best token, and what that weighs.
   struct Best {
     double weight;
     int32_t token, place;  // place: the number of the one that this is of
   };
-  // Of a state at a place: the weight of the best way on, and its first step.
-  struct Step {
+  // Of a group at a place. No token where nothing of it may stand there.
+  struct Weighed {
+    int32_t group, token;
     double weight;
-    int32_t token, next;
+  };
+  // Of a place.
+  struct Layer {
+    std::vector<double> ahead;    // by state that is met, the weight of the best way on
+    std::vector<Weighed> groups;  // that ways lead through
   };
 
   void weigh_highest(const Place& place);
   const Best& weigh_class(const Place& place, int32_t number);
-  const Best& weigh_group(const Place& place, int32_t group);
-  Step step_from(const Place& place, int32_t state);
+  Weighed weigh_group(const Place& place, int32_t group);
+  void weigh_edges(const Place& place, int32_t state, Layer& layer);
+  int32_t find_step(size_t place, int32_t state, int32_t& token);
 
   const Automaton& automaton_;
   Ways ways_;
-  std::vector<Best> classes_, groups_;
-  std::vector<double> group_weights_;  // at the place that is being weighed; NaN: not weighed there, so that groups_ has nothing of it
-  int32_t place_ = 0;       // the number of the place that is being weighed
-  int32_t looked_at_ = -1;  // the number of the place whose highest tokens were looked at last
-  std::vector<float> highest_, ordered_;  // by run of tokens, their highest logit; and in another order
-  std::vector<std::vector<Step>> steps_;  // by place and state that is met
-  std::vector<double> ahead_;             // by state: the weight of the best way on from behind the place
-  std::vector<uint8_t> leads_on_;         // by state: whether there is one
+  std::vector<Best> classes_;
+  std::vector<double> weights_;    // by group, at the place that is being weighed; endless: not weighed there
+  std::vector<int32_t> tokens_;    // by group that is weighed there
+  int32_t place_ = 0;              // the number of the place that is being weighed
+  int32_t looked_at_ = -1;         // the number of the place whose highest tokens were looked at last
+  size_t looked_up_ = 0;           // tokens of the place before that
+  std::vector<float> highest_;     // by run of tokens, their highest logit
+  std::vector<Layer> layers_;      // by place, and one behind the last
+  std::vector<double> ahead_;      // by state: the weight of the best way on from behind the place
+  std::vector<uint8_t> leads_on_;  // by state: whether there is one
 };
 
 }  // namespace dlm
