@@ -42,6 +42,11 @@ float max_of_run(const float* logits) {
   return last > first ? last : first;
 }
 
+void fetch_run(const float* logits) {
+  constexpr size_t kLine = 64 / sizeof(float);
+  for (size_t i = 0; i < kRun; i += kLine) __builtin_prefetch(logits + i);
+}
+
 // The first of the tokens whose logit is the highest; the first of all where none is above minus infinity.
 int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
   constexpr size_t kStretch = 32 * kLanes;  // short enough to look through once more
@@ -170,7 +175,10 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::
     const std::vector<int32_t>& met = ways_.before(i);
     layer.ahead.resize(met.size());
     layer.groups.clear();
+    // Where the row behind was read, the one in front will be: it comes nearer while states are gone through.
+    const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
+      if (next != nullptr && (from + 1) * kRun <= at(automaton_.vocab_size)) fetch_run(next + from * kRun);
       double best = best_of(met[from]);
       if (best == kUnknown) {
         weigh_edges(places[i], met[from], layer);
