@@ -36,7 +36,7 @@ def bundle_of(purpose: str, cache: str) -> Path:
     return built(source, f"caches-{purpose}-{cache}", "--precision", "int8", *QUICKLY, "--cache-dtype", cache)
 
 
-def held(cache: str, length: int, threads: int) -> dict[str, int]:
+def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
     """Bytes of the cache, by formula and as the runtime counts them, and the peak of the process."""
     import dlm_runtime
     from dlm_export.bundle import network_of
@@ -44,7 +44,7 @@ def held(cache: str, length: int, threads: int) -> dict[str, int]:
     from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.planning.bench import peak_rss_bytes
 
-    with dlm_runtime.open(bundle_of("memory", cache), threads=threads, check_hashes=False) as bundle:
+    with dlm_runtime.open(folder, threads=threads, check_hashes=False) as bundle:
         fields: dict[str, Any] = {"cache": "dual", "block_length": BLOCK_LENGTH, "steps_per_block": 2, "stop": "none"}
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - BLOCK_LENGTH)]
         done = bundle.generate(tokens=given, max_new_tokens=BLOCK_LENGTH, **fields)
@@ -77,10 +77,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # CACHE LENGTH: in the process of a run
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # BUNDLE CACHE LENGTH: in the process of a run
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(held(arguments.one[0], int(arguments.one[1]), arguments.threads)))
+        folder, cache, length = arguments.one
+        print(json.dumps(held(folder, cache, int(length), arguments.threads)))
         return
     told: dict[str, Any] = {"machine": machine(), "heads": HEADS, "memory": [], "passes": [], "demo": lost()}
     for cache, found in told["demo"].items():
@@ -90,8 +91,8 @@ def main() -> None:
             print(f"demo {cache} {name:6}  cross-entropy {masked['ce_increase']:+.4%}, top-1 {masked['top1']:.3%}, {flips}")
     for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
-            bundle_of("memory", cache)
-            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--one", cache, str(length)]
+            one = ["--one", str(bundle_of("memory", cache)), cache, str(length)]  # nothing is imported there that builds
+            command = [sys.executable, __file__, "--threads", str(arguments.threads), *one]
             row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             told["memory"].append({"cache": cache, "length": length} | row)
             sizes = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**20:.1f} MiB" for name, value in row.items())
