@@ -154,7 +154,8 @@ def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_
 def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
     slow = Scripted(write=lambda tokens, new, policy: ([EOS] * new, new))
     samples = list(enumerate([answered()] * 6))
-    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=20)) == 2
+    told = list[None]()
+    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=20, on_done=lambda: told.append(None))) == len(told) == 2
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1)) == 1
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1, least=3)) == 3
     evidence = Evidence(Scripted(), slow, [answered((7,))] * 6, policy=POLICY, max_new_tokens=40, decode=decode)

@@ -378,7 +378,7 @@ def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path,
     printed = json.loads(result.stdout)
     assert printed["parity"]["passed"]
     assert (printed["judgement"], printed["threshold"]) == (None, None)
-    assert not {"make states", "judge", "fit threshold"} & set(printed["stages_s"])
+    assert not {"make states", "judge", "record runs", "fit threshold"} & set(printed["stages_s"])
     accuracy = json.loads((out / "accuracy.json").read_text())
     assert "parity" in accuracy
     assert "judgement" not in accuracy
@@ -408,6 +408,7 @@ def test_the_default_effort_says_how_much_it_judged_and_full_runs_the_reference_
         "Judged by 2 samples (as asked), on canvases that the candidate met; 0 runs of the reference were free" in shown.stdout
     )
     assert int8[1]["judgement"]["effort"]["states_of"] == "candidate"
+    assert {"judge", "record runs", "fit threshold", "fit effort"} <= set(int8[1]["stages_s"])
     full = json.loads(_run(*arguments, "--judge", "full", "--json").stdout)
     assert full["effort"] == {"judge": "full", "stopped": "asked", "states_of": "reference", "free_runs": 2}
     free = json.loads(_run(*arguments, "--free-runs", 1, "--json").stdout)

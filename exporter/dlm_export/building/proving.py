@@ -167,8 +167,11 @@ def _judge(
             )
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
+        recording = None
+        if effort.name != "full":
+            with stages.stage("record runs", len(fitting)) as advance:
+                recording = accuracy.record_runs(source, bundle, fitting, job.preset, advance)
         with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
-            recording = None if effort.name == "full" else accuracy.record_runs(source, bundle, fitting, job.preset)
             threshold = accuracy.fit_threshold(
                 source, bundle, fitting, job.preset, seed, advance, recording=recording, workplace=workplace
             )

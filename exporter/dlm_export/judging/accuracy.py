@@ -299,12 +299,17 @@ def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) ->
     write_report(paths[1], manifest, accuracy, sizes, judgement.speed)
 
 
-def record_runs(source: Source, bundle: dlm_runtime.Bundle, samples: Sequence[Sample], preset: str) -> Recording:
-    """The bundle's runs under a preset of its source, for thresholds and effort levels to be fitted by a replay of them."""
+def record_runs(
+    source: Source, bundle: dlm_runtime.Bundle, samples: Sequence[Sample], preset: str, on_done: Callable[[], None]
+) -> Recording:
+    """The bundle's runs under a preset of its source, for thresholds and effort levels to be fitted by a replay of them.
+
+    ``on_done`` is called once a run, of which there are as many as samples at most.
+    """
     policy, candidate = source.presets[preset].greedy(), BundlePredictor(bundle, "candidate")
     check_policy(policy)
     length = new_tokens(samples, policy, source.network)
-    return record(candidate, samples, policy, length, candidate.max_canvas_length)
+    return record(candidate, samples, policy, length, candidate.max_canvas_length, on_done)
 
 
 def fit_threshold(

@@ -8,7 +8,7 @@ what a cache would have kept. A block that the recorded run did not reach takes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,13 +74,20 @@ class Recording:
     side: Replayed
 
 
-def record(side: Predictor, samples: Sequence[Sample], policy: Policy, max_new_tokens: int, limit: int) -> Recording:
+def record(
+    side: Predictor,
+    samples: Sequence[Sample],
+    policy: Policy,
+    max_new_tokens: int,
+    limit: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> Recording:
     """Run a side's loop from as many of the samples as make no more passes in all than judging makes for its masked positions.
 
-    ``limit``: tokens of the longest canvas. Raises JudgeError.
+    ``limit``: tokens of the longest canvas. ``on_done`` is called once a run. Raises JudgeError.
     """
     passes = len(samples) * len(MASK_RATIOS)
-    runs = meet_within(side, list(enumerate(samples)), policy, max_new_tokens, limit, passes=passes)
+    runs = meet_within(side, list(enumerate(samples)), policy, max_new_tokens, limit, passes=passes, on_done=on_done)
     return Recording(policy, list(samples[: len(runs)]), runs, Replayed(side, runs, policy))
 
 
