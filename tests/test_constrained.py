@@ -222,6 +222,8 @@ def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     message = r"^the shortest text of the constraint has 3 tokens, and there is room for 2: raise max_new_tokens$"
     with pytest.raises(RequestError, match=message):
         bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=2, constraint=constraint)
+    with pytest.raises(RequestError, match="has 3 tokens, and there is room for 0"):
+        bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=0, constraint=constraint)
     out = bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=3, constraint=constraint)
     assert text_of(out.tokens[len(PROMPT) :]) == "ababé".encode()
     assert out.nfe == 0, "there is one text of three tokens"

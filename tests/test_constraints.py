@@ -116,7 +116,8 @@ def test_characters_of_strings_are_what_json_writes() -> None:
     ("expression", "message"),
     [
         ("a^b", "^regex: no text matches it$"),
-        ("(a", "^regex: not one that can be compiled "),
+        ("^(on|off)$", "^regex: it has an anchor, .* leave it out, texts match as a whole$"),
+        ("(a", "^regex: not one that can be compiled .*a bracket that is not closed, look-around or a back-reference"),
         ("a)|(b", "^regex: not one that can be compiled "),
         ("(?x)a # ", "^regex: not one that can be compiled "),
         (r"\bword", "word boundaries"),

@@ -98,11 +98,44 @@ def test_the_length_whose_tokens_are_surest_is_taken() -> None:
         ("<mask> <mask> <mask>", [1, 2], "2 lengths for 3 holes"),
         ("<mask>" * 3, [[1, 2, 3, 4, 5]], "125 requests to try all lengths, and at most 64"),
         ("<mask>", [600], "longer than the denoiser's 512"),
+        ("<mask>", None, "lengths = None: give tokens, 1 or more, or a list"),
+        ("<mask>", [None], r"lengths = \[None\]: give tokens"),
     ],
 )
-def test_wrong_holes_are_refused(text: str, lengths: list[Any], sentence: str) -> None:
+def test_wrong_holes_are_refused(text: str, lengths: Any, sentence: str) -> None:
     with lettered(counted) as bundle, pytest.raises(RequestError, match=sentence):
         bundle.infill(text, lengths=lengths)
+
+
+def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longer() -> None:
+    with lettered(counted) as bundle:
+        assert bundle.infill("a<mask>b<mask>", lengths=3).lengths == (3, 3)
+        with pytest.raises(RequestError, match="max_new_tokens is of text behind a prompt: give lengths"):
+            bundle.infill("a<mask>", lengths=3, max_new_tokens=9)
+
+
+class Turns(Letters):
+    """Puts a token in front of a prompt and one behind it, as a chat's turns have them."""
+
+    def encode(self, text: str) -> list[int]:
+        return [2, *text.encode(), 3]
+
+    def encode_plain(self, text: str) -> list[int]:
+        return [2 if letter == "^" else ord(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token > 3).decode()
+
+
+@pytest.mark.parametrize("text", ["ab<mask>c", "^ab<mask>c", "<mask>c", "^<mask>c"])
+def test_nothing_that_ends_a_prompt_stands_in_front_of_a_hole_and_nothing_twice(text: str) -> None:
+    with lettered(counted) as bundle:
+        bundle._tokenizer = Turns()  # type: ignore[assignment]
+        tokens = bundle.infill(text, lengths=1).generation.tokens
+    before = list(text.partition("<mask>")[0].lstrip("^").encode())
+    assert tokens[: len(before) + 1] == [2, *before]
+    assert tokens[-1] == ord("c")
+    assert len(tokens) == len(before) + 3
 
 
 def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
@@ -118,6 +151,7 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
         (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens is of --infill"),
         (("--infill", "a <mask>", "--hole-tokens", "x"), 2, "--hole-tokens: 'x' is not a list of integers"),
         (("--infill", "a <mask>", "--watch"), 2, "--watch shows one canvas"),
+        (("--infill", "a <mask>", "--max-new-tokens", "4"), 2, "--max-new-tokens is of text behind a prompt"),
     ],
 )
 def test_the_command_says_what_it_does_not_take(llada_bundle: Path, options: tuple[str, ...], code: int, says: str) -> None:
@@ -125,11 +159,9 @@ def test_the_command_says_what_it_does_not_take(llada_bundle: Path, options: tup
     assert (done.exit_code, says in done.output) == (code, True), done.output
 
 
-def test_the_command_fills_a_hole(demo_bundle: Path) -> None:
-    text = 'dim the <mask> lights{"name":"set_light"}'
-    done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", "--infill", text, "--hole-tokens", "1,2"])
+def test_the_command_fills_in_what_was_asked_for(demo_bundle: Path) -> None:
+    call = '{"name":"set_light","arguments":{"room":"<mask>","brightness":40}}'
+    text = f"turn the kitchen lights to forty percent<|assistant|>{call}"
+    done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", "--infill", text, "--hole-tokens", "1"])
     assert done.exit_code == 0, done.output
-    before, _, behind = text.partition("<mask>")
-    assert done.stdout.startswith(before)
-    assert done.stdout.endswith(behind + "\n")
-    assert len(done.stdout.strip()) > len(before + behind)
+    assert done.stdout == text.replace("<mask>", "kitchen") + "\n"

@@ -384,15 +384,23 @@ class Bundle:
         return Request(self, given, options, policy, tools), self._constraint(options, tools)
 
     def infill(
-        self, text: str, *, lengths: Sequence[int | Sequence[int]] = (16,), constrain_from: int | None = None, **request: Any
+        self,
+        text: str,
+        *,
+        lengths: int | Sequence[int | Sequence[int]] = (16,),
+        constrain_from: int | None = None,
+        **request: Any,
     ) -> Infill:
         """Fill the holes of a text, written ``<mask>`` in it: ``"def f(x): <mask> return y"``.
 
-        ``lengths`` are the tokens of the holes: one entry for all, or one for each. A list in place of a number is of lengths
-        to try, each in a request of its own, and the best is taken by the mean ln p of what fills the holes. A hole ends with
-        its first end token, so that one with room to spare may take less. ``request`` is what ``generate_batch`` takes beside
-        what is given: policy fields, limits, ``max_batch``. A ``schema`` or the like is then of what fills the holes; with
-        ``constrain_from``, of the text from its character of that number on, and that has one hole.
+        ``lengths`` are the tokens of the holes: a number or one entry for all, or one for each. A list in place of an entry is
+        of lengths to try, each in a request of its own, and the best is taken by the mean ln p of what fills the holes. A hole
+        ends with its first end token, so that one with room to spare may take less. What the tokenizer puts in front of a
+        prompt is put in front of the text, unless it is there; what it puts behind one is for the text to say.
+
+        ``request`` is what ``generate_batch`` takes beside what is given: policy fields, limits, ``max_batch``. A ``schema`` or
+        the like is then of what fills the holes; with ``constrain_from``, of the text from its character of that number on,
+        and that has one hole.
 
         Raises RequestError where there is no hole, or no tokenizer, and where attention is block-causal.
         """

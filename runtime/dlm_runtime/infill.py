@@ -16,6 +16,7 @@ from dlm_runtime.results import Generation
 
 if TYPE_CHECKING:
     from dlm_runtime.bundle import Bundle
+    from dlm_runtime.tokenizer import Tokenizer
 
 HOLE = "<mask>"
 """How a hole is written."""
@@ -62,9 +63,11 @@ class _Canvas:
 
 
 def infill(
-    bundle: Bundle, text: str, lengths: Sequence[int | Sequence[int]], constrain_from: int | None, **request: Any
+    bundle: Bundle, text: str, lengths: int | Sequence[int | Sequence[int]], constrain_from: int | None, **request: Any
 ) -> Infill:
     """See ``Bundle.infill``."""
+    if "max_new_tokens" in request:
+        raise RequestError("infill: max_new_tokens is of text behind a prompt: give lengths, the tokens of the holes")
     if bundle.tokenizer is None:
         raise RequestError("this bundle has no tokenizer: put mask tokens among the tokens of generate, with max_new_tokens=0")
     if bundle.visible_block is not None:
@@ -75,7 +78,7 @@ def infill(
     between = text.split(HOLE)
     if len(between) < 2:
         raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
-    parts = [bundle.tokenizer.encode(between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
+    parts = [_beginning(bundle.tokenizer, between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
     tried = _tried(lengths, len(between) - 1)
     if constrain_from is not None:
         request, tried = _constrained(bundle, between, constrain_from, request, tried)
@@ -85,6 +88,14 @@ def infill(
     made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
     found = [_read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def _beginning(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of text in front of a hole, with what the tokenizer puts in front of a prompt and nothing that it puts behind one."""
+    plain, alone, around = tokenizer.encode_plain(text), tokenizer.encode_plain("a"), tokenizer.encode("a")
+    count = next((at for at in range(len(around)) if around[at : at + len(alone)] == alone), 0)
+    in_front = around[:count]
+    return plain if plain[:count] == in_front else [*in_front, *plain]
 
 
 def _constrained(
@@ -105,9 +116,13 @@ def _constrained(
     return request | {"constraint": constraint}, fits
 
 
-def _tried(lengths: Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
+def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
     """The lengths that the holes have together in each request."""
-    choices = [[each] if isinstance(each, int) else list(each) for each in lengths]
+    try:
+        given = [lengths] if isinstance(lengths, int) else list(lengths)
+        choices = [[each] if isinstance(each, int) else list(each) for each in given]
+    except TypeError:
+        raise RequestError(f"infill: lengths = {lengths!r}: give tokens, 1 or more, or a list with an entry a hole") from None
     if len(choices) == 1:
         choices *= holes
     if len(choices) != holes:

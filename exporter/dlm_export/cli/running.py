@@ -95,6 +95,8 @@ def run(
         raise click.UsageError("give one of --prompt, --chat, --messages, --tokens and --infill")
     if hole_tokens is not None and infill is None:
         raise click.UsageError("--hole-tokens is of --infill")
+    if max_new_tokens is not None and infill is not None:
+        raise click.UsageError("--max-new-tokens is of text behind a prompt: --hole-tokens says how long a hole is")
     if prefix and prompt is None and conversation is None:
         raise click.UsageError("--prefix is of --prompt, --chat and --messages")
     if watch and infill is not None:

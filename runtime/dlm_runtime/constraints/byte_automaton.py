@@ -17,7 +17,9 @@ from dlm_runtime.constraints.expressions import spelled_out
 from dlm_runtime.errors import DlmError, RequestError
 
 _WORKER = Path(__file__).with_name("_regex_worker.py")
-_NO_MATCH = "Found no transitions"  # of outlines-core, where a state is reached that nothing leaves
+# What outlines-core says: where a state is reached that nothing leaves; where a text may only begin at ^; and of a bracket that
+# is open, look-around or a back-reference.
+_NO_MATCH, _ANCHORED, _NOT_READ = "Found no transitions", "anchored universal start state", "error building NFA"
 _CHARACTER = 1  # the byte that expressions.CHARACTER is
 # A character of a JSON string: where bytes of a range lead to from its first on; 0 is behind the character, the others wait for
 # what _INSIDE has of them, in order: one, two or three bytes more in UTF-8, those whose next byte is of a part, and an escape.
@@ -168,7 +170,10 @@ def _compile(expression: bytes, limits: CompileLimits) -> tuple[np.ndarray, np.n
             raise _too_many(int(reason), limits)
         if _NO_MATCH in reason:
             raise RequestError("regex: no text matches it")
-        raise RequestError(f"regex: not one that can be compiled ({' '.join(reason.split())})")
+        if _ANCHORED in reason:
+            raise RequestError("regex: it has an anchor, ^, $ or the like: leave it out, texts match as a whole")
+        doubt = ": a bracket that is not closed, look-around or a back-reference" if _NOT_READ in reason else ""
+        raise RequestError(f"regex: not one that can be compiled ({' '.join(reason.split())}{doubt})")
     table = np.frombuffer(done.stdout, np.int32, states * 256, 24).reshape(states, 256)
     return table, np.frombuffer(done.stdout, np.uint8, states, 24 + states * 1024).astype(bool), first
 

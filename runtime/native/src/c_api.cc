@@ -555,7 +555,9 @@ dlm_status dlm_bundle_effort(const dlm_bundle* bundle, const char* level, char* 
     const dlm::Policies& efforts = bundle->manifest.efforts;
     if (give_policy(efforts, level, policy)) return;
     if (efforts.empty())
-      dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\": this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them", level);
+      dlm::fail(DLM_NOT_FOUND,
+                "effort \"%.40s\": this bundle has no levels (instant, low, medium, high): `dlm-export effort BUNDLE --data FILE` fits them",
+                level);
     dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\" is not one of %s", level, names_of(efforts).c_str());
   });
 }

@@ -43,14 +43,21 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy, std::sh
     fail(DLM_UNSUPPORTED, "a constraint needs an end token, to stand behind its text, and the denoiser has none");
   const auto first = std::find(undecided.begin(), undecided.end(), 1), last = std::find(undecided.rbegin(), undecided.rend(), 1).base();
   range_ = first == undecided.end() ? Range{0, 0} : Range{static_cast<int32_t>(first - undecided.begin()), static_cast<int32_t>(last - undecided.begin())};
-  if (range_.tokens() == 0) return;
+  const int32_t shortest = automaton_->distances[0];
+  const auto require_room = [&] {
+    if (shortest > range_.tokens())
+      fail(DLM_INVALID_ARGUMENT, "the shortest text of the constraint has %d tokens, and there is room for %d: raise max_new_tokens",
+           shortest, range_.tokens());
+  };
+  if (range_.tokens() == 0) {
+    require_room();
+    return;
+  }
   if (given > range_.first)
     fail(DLM_INVALID_ARGUMENT, "%d given tokens are to be of the constraint's text, and %d are in front of the first undecided position",
          given, range_.first);
   range_.first -= given;
-  if (automaton_->distances[0] > range_.tokens())
-    fail(DLM_INVALID_ARGUMENT, "the shortest text of the constraint has %d tokens, and there is room for %d: raise max_new_tokens",
-         automaton_->distances[0], range_.tokens());
+  require_room();
   if (ends_behind(range_.first, canvas, undecided).front() == 0)
     fail(DLM_INVALID_ARGUMENT, "no text of the constraint has the given tokens in positions %d..%d: change them, or leave more masks",
          range_.first, range_.last - 1);
