@@ -556,7 +556,7 @@ dlm_status dlm_bundle_effort(const dlm_bundle* bundle, const char* level, char* 
     if (give_policy(efforts, level, policy)) return;
     if (efforts.empty())
       dlm::fail(DLM_NOT_FOUND,
-                "effort \"%.40s\": this bundle has no levels (instant, low, medium, high): `dlm-export effort BUNDLE --data FILE` fits them",
+                "effort \"%.40s\": this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them, instant, low, medium and high",
                 level);
     dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\" is not one of %s", level, names_of(efforts).c_str());
   });
