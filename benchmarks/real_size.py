@@ -96,6 +96,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
     files = shards(shapes)
     rng = np.random.default_rng(0)
     pool = rng.standard_normal(POOL, np.float32) if has_data else np.empty(0, np.float32)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended while it wrote
     folder.mkdir(parents=True)
     weight_map, total = {}, 0
     for i, names in enumerate(files):
@@ -253,7 +254,6 @@ def carry(folder: Path, layers: int, precisions: list[str], build_options: list[
 def carry_headers(folder: Path) -> list[dict[str, Any]]:
     """100 B parameters of which only headers are there: what needs no weights."""
     checkpoint = folder / "headers"
-    shutil.rmtree(checkpoint, ignore_errors=True)
     size = write_checkpoint(checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False)
     print(f"headers of {size / 2e9:.0f} B parameters, {size / 1e9:.0f} GB of holes", flush=True)
     return [
