@@ -1,9 +1,10 @@
 """Ways to run a block-causal denoiser's cache over one list of requests, in turn: NFE, ms a request, tokens/s.
 
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
+    python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
 Each line of the file has a `prompt`. Told are medians and quartiles over the rounds, and how many canvases are not the first
-way's.
+way's. With `--effort` the ways are the bundle's levels, and the quicker levels' loops with blocks stored by passes of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from timing import cell, clocked, interleave
 
 import dlm_runtime
 from dlm_export.cli.options import policy_changes
+from dlm_export.judging.levels import LEVELS
 
 WAYS: dict[str, dict[str, Any]] = {
     "block": {"cache": "block"},
@@ -26,6 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "block, sub-blocks of 8": {"cache": "block", "sub_block_length": 8},
     "block-dual, sub-blocks of 8": {"cache": "block-dual", "sub_block_length": 8},
 }
+STORED_OTHERWISE = (("high", "open"), ("medium", "pass"), ("low", "pass"))
 
 
 def main() -> None:
@@ -37,19 +40,25 @@ def main() -> None:
     parser.add_argument("--preset", default="sdar")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--set", action="append", default=["threshold=0.85"], metavar="FIELD=VALUE")
+    parser.add_argument("--effort", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     lines = arguments.data.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[: arguments.count]]
-    request = {"max_new_tokens": arguments.new_tokens, "preset": arguments.preset} | policy_changes(arguments.set)
+    ways, request = WAYS, {"max_new_tokens": arguments.new_tokens}
+    if arguments.effort:
+        ways = {level: {"effort": level} for level in reversed(LEVELS)}
+        ways |= {f"{level}, store={way}": {"effort": level, "store": way} for level, way in STORED_OTHERWISE}
+    else:
+        request |= {"preset": arguments.preset} | policy_changes(arguments.set)
     with dlm_runtime.open(arguments.bundle) as bundle:
 
         def run(changes: dict[str, Any]) -> list[dlm_runtime.Generation]:
             return [bundle.generate(prompt=prompt, **request | changes) for prompt in prompts]
 
-        made = {name: run(changes) for name, changes in WAYS.items()}
+        made = {name: run(changes) for name, changes in ways.items()}
         times = interleave(
-            {name: clocked(lambda changes=changes: run(changes)) for name, changes in WAYS.items()}, arguments.rounds, 0
+            {name: clocked(lambda changes=changes: run(changes)) for name, changes in ways.items()}, arguments.rounds, 0
         )
     first, rows = next(iter(made.values())), {}
     for name, found in made.items():

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,7 +18,7 @@ from test_judging_effort import Sure
 import dlm_runtime
 from dlm_export.bundle import read_manifest
 from dlm_export.cli import main
-from dlm_export.judging.levels import CAREFUL, LEVELS, LOSSES, LevelPoint, choose_levels, fit_levels, variants
+from dlm_export.judging.levels import CAREFUL, LEVELS, LOSSES, LevelPoint, choose_levels, fit_levels, level_units, variants
 from dlm_export.judging.predictors import JudgeError
 from dlm_export.judging.replay import record
 from dlm_runtime import PRESETS, Policy, RequestError
@@ -89,7 +90,8 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
     found = fit_levels(
         Rushed(0.65), [answered()] * 2, POLICY, 8, decode, preset="p", found_by="generations", on_done=lambda: told.append(None)
     )
-    assert len(told) == len(variants(POLICY)) == len(found.curve)
+    assert len(told) == level_units(POLICY, 0)
+    assert len(found.curve) == len(variants(POLICY, 0))
     assert (found.quality, found.samples) == ("task", 2)
     assert [point.nfe for point in found.curve] == sorted(point.nfe for point in found.curve)
     assert found.levels["high"].changes == {}, "of equals the preset's own, for it is no quicker"
@@ -100,6 +102,37 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
     assert agreed.quality == "agreement"
     assert {point.quality for point in agreed.curve} == {1.0, 7 / 8} or min(p.quality for p in agreed.curve) < 1.0
     assert next(point for point in agreed.curve if point.changes == CAREFUL).quality == 1.0
+
+
+BLOCKWISE = Policy(commit="threshold", threshold=0.6, block_length=4, cache="block")
+
+
+class Stored(Rushed):
+    """Makes a pass more for each of three blocks where they are stored by passes of their own."""
+
+    def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
+        written, nfe = super()._hurry(tokens, count, policy)
+        return written, nfe + (3 if policy.store == "pass" else 0)
+
+
+def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high_stores_as_the_preset_does() -> None:
+    told: list[None] = []
+    found = fit_levels(
+        Stored(0.65), [answered()] * 2, BLOCKWISE, 8, decode, preset="p", found_by="generations", on_done=lambda: told.append(None)
+    )
+    assert len(told) == level_units(BLOCKWISE, 0)
+    assert len(found.curve) == len(variants(BLOCKWISE, 0)) + 1, "and the best of them as the preset stores"
+    assert found.levels["high"] == LevelPoint({"threshold": 0.7}, 1.0, 7.0), "no quicker than the preset, and no more careful"
+    assert found.levels["medium"] == LevelPoint({"threshold": 0.7, "store": "open"}, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shift"), [({"cache": "none"}, 0), ({"cache": "block-dual", "sub_block_length": 2}, 0), ({"store": "reuse"}, 0), ({}, 1)]
+)
+def test_no_loop_is_tried_that_cannot_open_a_block_as_it_stores(changes: dict[str, Any], shift: int) -> None:
+    policy = BLOCKWISE.with_fields(changes)
+    assert not any("store" in tried for tried in variants(policy, shift))
+    assert len(variants(BLOCKWISE, 0)) == len(variants(policy, shift)) + 1
 
 
 def test_levels_by_replay_take_no_further_pass() -> None:

@@ -14,7 +14,7 @@ from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
 from dlm_export.judging import accuracy, layerwise, rounded, sensitivity, verify
 from dlm_export.judging.judge import Judgement, check_budgets
-from dlm_export.judging.levels import Levels, variants
+from dlm_export.judging.levels import Levels, level_units
 from dlm_export.judging.parity import Parity, require_parity
 from dlm_export.judging.threshold import Refit
 from dlm_export.progress import Stages
@@ -175,7 +175,7 @@ def _judge(
             threshold = accuracy.fit_threshold(
                 source, bundle, fitting, job.preset, seed, advance, recording=recording, workplace=workplace
             )
-        with stages.stage("fit effort", len(variants(policy))) as advance:
+        with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
             levels = accuracy.fit_effort(source, bundle, fitting, threshold, advance, recording=recording)
     exact = effort.name == "full"
     fitted = replace(calibration.data, calibration=fitting)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dlm_export.bundle import changing, network_of, read_manifest, sha256, write_manifest
 from dlm_export.judging.accuracy import decoder, new_tokens, recorded
-from dlm_export.judging.levels import Levels, fit_levels, variants
+from dlm_export.judging.levels import Levels, fit_levels, level_units
 from dlm_export.judging.predictors import BundlePredictor
 from dlm_export.judging.report import REPORT_FILE, require_matplotlib, write_report
 from dlm_export.opening import ON_CPU, Opening
@@ -47,7 +47,7 @@ def fit_bundle(
             warn(doubt)
         samples = data.judging[: options.samples]
         side = BundlePredictor(bundle, folder.name)
-        progress.start("fit effort", len(variants(policy)))
+        progress.start("fit effort", level_units(policy, side.shift))
         levels = fit_levels(
             side,
             samples,

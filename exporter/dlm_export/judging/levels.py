@@ -1,9 +1,11 @@
 """Effort levels: what quality a preset's loop gives for how many passes as it is varied, and which of these loops are levels.
 
-What is varied is how sure a token has to be before it commits, and how many passes a block may take; passes stay of one size,
-so that their number tells what a loop costs. Every loop writes the same samples. ``high`` has the best quality that any shows.
-``medium`` and ``low`` take the fewest passes that lose no more of it than ``LOSSES`` says, and ``low`` half of ``high``'s at
-most, where anything takes so few; ``instant`` takes the fewest of all.
+What is varied is how sure a token has to be before it commits, and how many passes a block may take. Where finished blocks
+are stored by passes of their own, loops are tried that store a block in the pass which opens the next one (``store=open``):
+they write the same in fewer passes, some of which take two blocks. Passes of every other cache stay of one size. Every loop
+writes the same samples. ``high`` has the best quality that any shows, and stores as the preset does. ``medium`` and ``low``
+take the fewest passes that lose no more of it than ``LOSSES`` says, and ``low`` half of ``high``'s at most, where anything
+takes so few; ``instant`` takes the fewest of all.
 """
 
 from __future__ import annotations
@@ -76,11 +78,23 @@ class Levels:
         return {**manifest, "loop": loop, "effort": self.as_dict()}
 
 
-def variants(policy: Policy) -> list[dict[str, Any]]:
-    """The loops that are tried, as changes of ``policy``: its own first, the most careful one last."""
-    others = [{"threshold": threshold} for threshold in THRESHOLDS if threshold != policy.threshold]
-    fewer = [{"commit": "dynamic", "steps_per_block": steps} for steps in FEW_STEPS]
-    return [{}, *fewer, *others, CAREFUL]
+def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
+    """The loops that are tried, as changes of ``policy``: its own first, the most careful one last.
+
+    ``shift``: the denoiser's. One that predicts the next position decides a block's first one in the pass that stores what is
+    before it, which then has to be a pass of its own.
+    """
+    opens = policy.cache == "block" and policy.store == "pass" and shift == 0
+    saved: dict[str, Any] = {"store": "open"} if opens else {}
+    own = [{}, saved] if opens else [{}]
+    others = [{"threshold": threshold} | saved for threshold in THRESHOLDS if threshold != policy.threshold]
+    fewer = [{"commit": "dynamic", "steps_per_block": steps} | saved for steps in FEW_STEPS]
+    return [*own, *fewer, *others, CAREFUL]
+
+
+def level_units(policy: Policy, shift: int) -> int:
+    """How often ``fit_levels`` calls ``on_done``."""
+    return len(variants(policy, shift)) + 1
 
 
 def fit_levels(
@@ -94,28 +108,38 @@ def fit_levels(
     found_by: Way,
     on_done: Callable[[], None] = lambda: None,
 ) -> Levels:
-    """Try every one of ``variants`` on the samples, and choose the levels.
+    """Try every one of ``variants`` on the samples, and the best of them as the preset stores; and choose the levels.
 
     Quality is the task score if every sample carries an answer and ``decode`` gives text, else the share of tokens equal to the
-    side's own at one token a pass. ``on_done`` is called once a variant. Raises JudgeError for no samples, RequestError for a
-    policy without threshold.
+    side's own at one token a pass. ``on_done``: see ``level_units``. Raises JudgeError for no samples, RequestError for a policy
+    without threshold.
     """
     check_policy(policy)
     if not samples:
         raise JudgeError("no samples to fit effort levels on: give data")
     is_task = all(sample.answer is not None for sample in samples) and decode([]) is not None
     asked = [prompt_of(sample, max_new_tokens, side.max_canvas_length) for sample in samples]
-    runs = []
-    for changes in variants(policy):
+
+    def tried(changes: dict[str, Any]) -> list[Run]:
         varied = policy.with_fields(changes)
         made = [(prompt, *side.generate(prompt, room, varied)) for prompt, room in asked]
-        runs.append([metrics.as_run(tokens, prompt, nfe, side.eos_token_ids, decode) for prompt, tokens, nfe in made])
         on_done()
-    careful = runs[-1]
-    curve = []
-    for changes, found in zip(variants(policy), runs, strict=True):
+        return [metrics.as_run(tokens, prompt, nfe, side.eos_token_ids, decode) for prompt, tokens, nfe in made]
+
+    def point_of(changes: dict[str, Any], found: list[Run]) -> LevelPoint:
         quality = [_quality(*each, is_task=is_task) for each in zip(found, careful, samples, strict=True)]
-        curve.append(LevelPoint(changes, float(np.mean(quality)), float(np.mean([run.nfe for run in found]))))
+        return LevelPoint(changes, float(np.mean(quality)), float(np.mean([run.nfe for run in found])))
+
+    changed = variants(policy, side.shift)
+    runs = [tried(changes) for changes in changed]
+    careful = runs[-1]
+    curve = [point_of(changes, found) for changes, found in zip(changed, runs, strict=True)]
+    quick = [point for point in curve if "store" in point.changes]
+    as_preset = {field: value for field, value in _best(quick, quick[0]).changes.items() if field != "store"} if quick else {}
+    if as_preset not in changed:
+        curve.append(point_of(as_preset, tried(as_preset)))
+    else:
+        on_done()
     kind = "task" if is_task else "agreement"
     ascending = sorted(curve, key=lambda point: (point.nfe, -point.quality))
     return Levels(preset, kind, found_by, len(samples), ascending, choose_levels(curve, curve[0]))
@@ -130,15 +154,19 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
     """The point of each level, by the rule above. ``own``: the preset's; of equals ``high`` is no quicker than that is."""
-    best = max(point.quality for point in curve)
-    bests = sorted((point for point in curve if point.quality == best), key=lambda point: point.nfe)
-    high = next((point for point in bests if point.nfe >= own.nfe), bests[-1])
+    high = _best(curve, own)
     front = list(_front(curve, high))
     kept = {name: next(point for point in front if point.quality >= (1 - loss) * high.quality) for name, loss in LOSSES.items()}
     half = [point for point in front if point.nfe <= high.nfe / 2]
     if kept["low"].nfe > high.nfe / 2 and half:
         kept["low"] = half[-1]
     return {"instant": front[0], "low": kept["low"], "medium": kept["medium"], "high": high}
+
+
+def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
+    best = max(point.quality for point in points)
+    bests = sorted((point for point in points if point.quality == best), key=lambda point: point.nfe)
+    return next((point for point in bests if point.nfe >= own.nfe), bests[-1])
 
 
 def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
