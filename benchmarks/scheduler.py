@@ -1,12 +1,15 @@
 """Requests that arrive at random: one at a time, in batches, and sharing passes in a scheduler.
 
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf] [--rounds 5] [--json FILE]
+    python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
 Each line of the file has a `prompt`. Requests arrive at a rate that is given as a share of what one at a time gets through
 ("inf": all at once), at the same moments for all: `alone` runs one after the other, `batches` lets all that wait begin
 together, eight at most, and the next when all are done, `scheduler` lets one begin whenever there is room. Latency counts from
 the arrival. Told are medians over the rounds, which run in turn, and how many canvases are not what their request comes to
-alone.
+alone. With `--cost`, what `dlm-export bench BUNDLE --cost --json` printed, schedulers whose passes are expected to take so many
+milliseconds at most run too; of schedulers that know the cost, told are also a pass's mean milliseconds and requests, the time
+between a request's passes that 99 of 100 stay within, and how much of what they were expected to take passes took.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 from shapes import machine
 
 import dlm_runtime
-from dlm_runtime import Bundle, Generation
+from dlm_runtime import Bundle, Generation, PassCost
 
 Done = dict[int, tuple[float, Generation]]
 """By request: seconds since the start when it was done, and what it came to."""
@@ -67,33 +70,71 @@ def in_batches(bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[f
     return done
 
 
-def scheduled(bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int) -> Done:
+class Scheduled:
     """One begins whenever there is room."""
-    done: Done = {}
-    began = time.perf_counter()
 
-    def wait(number: int, job: Any) -> None:
-        out = job.result()
-        done[number] = time.perf_counter() - began, out
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.told: list[dict[str, float]] = []
+        """Of each round, what the scheduler said of its passes, where it knows the cost."""
 
-    threads = []
-    with bundle.scheduler(max_running=most) as scheduler:
+    def __call__(self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]) -> Done:
+        done: Done = {}
+        began = time.perf_counter()
+        gaps: list[float] = []
 
-        def hand_in(number: int) -> None:
-            threads.append(threading.Thread(target=wait, args=(number, scheduler.submit(**wishes[number]))))
-            threads[-1].start()
+        def wait(number: int, job: Any) -> None:
+            before = None
+            for event in job:
+                now = time.perf_counter()
+                if before is not None and not event.done:
+                    gaps.append(1e3 * (now - before))
+                before = now
+            done[number] = time.perf_counter() - began, job.result()
 
-        arrivals(moments, hand_in).join()
-        for thread in threads:
-            thread.join()
-    return done
+        threads = []
+        with bundle.scheduler(max_running=8, **self.options) as scheduler:
+
+            def hand_in(number: int) -> None:
+                job = scheduler.submit(**wishes[number], events="cost" in self.options)
+                threads.append(threading.Thread(target=wait if "cost" in self.options else settle, args=(number, job)))
+                threads[-1].start()
+
+            def settle(number: int, job: Any) -> None:
+                out = job.result()
+                done[number] = time.perf_counter() - began, out
+
+            arrivals(moments, hand_in).join()
+            for thread in threads:
+                thread.join()
+            stats = scheduler.stats
+        if stats.expected_s:
+            ranked = sorted(gaps)
+            self.told.append(
+                {
+                    "pass_ms": 1e3 * stats.passes_s / stats.passes,
+                    "shares": stats.shares / stats.passes,
+                    "p99_gap_ms": ranked[math.ceil(0.99 * len(ranked)) - 1],
+                    "of_expected": stats.passes_s / stats.expected_s,
+                }
+            )
+        return done
 
 
-WAYS: dict[str, Callable[[Bundle, list[dict[str, Any]], Sequence[float]], Done]] = {
-    "alone": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 1),
-    "batches": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 8),
-    "scheduler": lambda bundle, wishes, moments: scheduled(bundle, wishes, moments, 8),
-}
+Way = Callable[[Bundle, list[dict[str, Any]], Sequence[float]], Done]
+
+
+def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
+    """What is compared, by name."""
+    found: dict[str, Way] = {
+        "alone": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 1),
+        "batches": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 8),
+        "scheduler": Scheduled(),
+    }
+    if cost is not None:
+        found["any time"] = Scheduled(cost=cost)
+        found |= {f"{most:g} ms": Scheduled(cost=cost, max_pass_ms=most) for most in pass_ms}
+    return found
 
 
 def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dict[str, float]:
@@ -116,10 +157,13 @@ def main() -> None:
     parser.add_argument("--loads", default="0.8,1.5,inf")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--cost", type=Path)
+    parser.add_argument("--pass-ms", default="10,20")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     prompts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][: arguments.requests]
     wishes = [{"prompt": prompt, "max_new_tokens": arguments.max_new_tokens} for prompt in prompts]
+    cost = None if arguments.cost is None else PassCost.read(arguments.cost)
     result: dict[str, Any] = {"machine": machine(), "requests": len(wishes), "rounds": arguments.rounds, "loads": {}}
     with dlm_runtime.open(arguments.bundle, threads=arguments.threads) as bundle:
         for wish in wishes[:8]:
@@ -133,20 +177,28 @@ def main() -> None:
             for _ in wishes:
                 moments.append(moment)
                 moment += draw.expovariate(load / each) if math.isfinite(load) else 0.0
-            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+            tried = ways(cost, list(map(float, arguments.pass_ms.split(","))))
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in tried}
             for _ in range(arguments.rounds):
-                for name, run in WAYS.items():
+                for name, run in tried.items():
                     rounds[name].append(judged(run(bundle, wishes, moments), moments, alone))
             rows = {
                 name: {key: round(statistics.median(row[key] for row in found), 2) for key in found[0]}
                 | {"tokens_per_s_all": [round(row["tokens_per_s"], 1) for row in found]}
                 for name, found in rounds.items()
             }
+            for name, run in tried.items():
+                said = run.told if isinstance(run, Scheduled) else []
+                rows[name] |= {key: round(statistics.median(one[key] for one in said), 3) for key in said[0]} if said else {}
             result["loads"][str(load)] = rows
             print(f"load {load} of one at a time ({1e3 * each:.1f} ms each)")
             for name, row in rows.items():
                 times = f"p50 {row['p50_ms']:8.1f} ms  p99 {row['p99_ms']:8.1f} ms"
                 print(f"  {name:10} {row['tokens_per_s']:8.0f} tokens/s  {times}  {row['unequal']:.0f} unequal", flush=True)
+                if "pass_ms" in row:
+                    gap = f"99% of a request's within {row['p99_gap_ms']:.1f} ms"
+                    share = f"{row['of_expected']:.2f} of what was expected"
+                    print(f"    a pass {row['pass_ms']:.2f} ms of {row['shares']:.1f} requests, {gap}, {share}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

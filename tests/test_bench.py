@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from denoisers import ArithmeticDenoiser
@@ -25,9 +28,9 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
-from dlm_export.planning import bench, roofline
+from dlm_export.planning import bench, cost, roofline
 from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
-from dlm_runtime import Bundle, Generation, RequestError
+from dlm_runtime import Bundle, Generation, PassCost, RequestError
 
 SIZES = "4,8,3; 12,0,12"
 SMALL = ("--passes", SIZES, "--prompt-tokens", 6, "--new-tokens", 10, "--rounds", 3, "--threads", 1)
@@ -65,7 +68,7 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
-    keys = ["machine", "bundle", "threads", "roofline", "passes", "generation", "batches", "memory", "notes"]
+    keys = ["machine", "bundle", "threads", "roofline", "passes", "cost", "generation", "batches", "memory", "notes"]
     assert list(told) == keys
     assert set(told["bundle"]) == {"path", "precision", "parameters", "engine"}
     assert {"read_bytes_per_s", "int8_macs_per_s", "fp32_macs_per_s"} < set(told["roofline"])
@@ -78,6 +81,7 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
     assert set(told["generation"]["parts"]) == {"engine", "selection", "cache", "other"}
     assert set(told["memory"]) == {"peak_rss_bytes", "weights_bytes", "cache_bytes", "ratio"}
     assert told["notes"] == []
+    assert told["cost"] is None
 
 
 def test_figures_of_a_run_agree_with_each_other(told: dict[str, Any], llada_bundle: Path) -> None:
@@ -211,6 +215,7 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
         (("--prompt-tokens", 250), "longer than the denoiser's 256"),
         (("--new-tokens", 0), "--new-tokens"),
         (("--rounds", 2), "--rounds"),
+        (("--cost",), "these passes do not tell apart"),
         (("--batch", "4,"), "write numbers of requests with commas"),
         (("--batch", "0"), "write numbers of requests with commas"),
         (("--batch", "9999"), "a pass of 9999 requests: a batch has 1..4096"),
@@ -223,6 +228,35 @@ def test_what_cannot_be_measured_is_wrong_usage(llada_bundle: Path, arguments: t
     assert result.exit_code == 2, result.output
     assert says in result.stderr
     assert result.stdout == ""
+
+
+TELLING = [
+    {"batch": batch, "tokens": tokens, "cached": cached, "rows": rows}
+    for batch, tokens, cached, rows in ((1, 8, 0, 8), (1, 8, 0, 1), (1, 8, 120, 8), (1, 64, 0, 64), (2, 64, 64, 1), (1, 128, 0, 128))
+]
+
+
+@given(st.tuples(*[st.floats(0, 1e3)] * 4), st.lists(st.floats(0.9, 1.1), min_size=len(TELLING), max_size=len(TELLING)))
+@settings(deadline=None)
+def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
+    planted: tuple[float, float, float, float], noise: list[float]
+) -> None:
+    exact = cost.loads(TELLING) @ np.array(planted) + 1e-3
+    measured = [one | {"ms": float(ms * off)} for one, ms, off in zip(TELLING, exact, noise, strict=True)]
+    found, errors = cost.fit_cost(measured)
+    assert min(astuple(found)) >= 0
+    of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array([one["ms"] for one in measured]) - 1
+    # The planted figures but for the constant, which belongs to what a pass takes: none is nearer than what was found.
+    assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
+
+
+def test_bench_fits_a_cost_to_passes_that_tell(llada_bundle: Path) -> None:
+    arguments = (llada_bundle, "--rounds", 3, "--new-tokens", 4, "--threads", 1, "--cost", "--json")
+    told = json.loads(invoke(*arguments).stdout)
+    assert len(told["passes"]) > len(astuple(PassCost(0, 0, 0, 0)))
+    assert 0 <= told["cost"]["median_error"] <= told["cost"]["worst_error"]
+    shown = invoke(*arguments[:-1]).stdout
+    assert re.search(r"Cost: \S+ ms a pass, .* off by \d+% in the median", shown)
 
 
 def test_help_has_an_example() -> None:

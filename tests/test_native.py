@@ -48,6 +48,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "dlm_step": _native.Step,
     "dlm_generate_options": _native.GenerateOptions,
     "dlm_stats": _native.Stats,
+    "dlm_pass_cost": _native.PassCost,
     "dlm_pass_counts": _native.PassCounts,
     "dlm_result": _native.Result,
     "dlm_scheduler_options": _native.SchedulerOptions,

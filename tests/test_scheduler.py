@@ -15,7 +15,7 @@ import pytest
 from denoisers import ArithmeticDenoiser
 
 import dlm_runtime
-from dlm_runtime import Bundle, BusyError, ClosedError, EngineError, Generation, Job, RequestError
+from dlm_runtime import Bundle, BusyError, ClosedError, EngineError, Generation, Job, PassCost, RequestError
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "bc"]}, "n": {"type": "integer"}}, "required": ["name", "n"]}
 
@@ -101,6 +101,11 @@ def test_events_tell_of_every_pass_and_end_with_the_result(demo: Bundle) -> None
     assert events[-1].result.tokens == alone[-1].canvas
 
 
+def test_a_time_for_passes_is_refused_where_requests_take_turns() -> None:
+    with ArithmeticDenoiser().bundle as bundle, pytest.raises(RequestError, match="they take turns: leave it out"):
+        bundle.scheduler(max_pass_ms=5, cost=PassCost(1, 1, 0, 0))
+
+
 def test_a_bundle_of_a_callback_takes_turns() -> None:
     denoiser = ArithmeticDenoiser()
     with denoiser.bundle as bundle, bundle.scheduler(max_running=3) as scheduler:
@@ -179,6 +184,12 @@ def test_a_soak_of_cancels_and_deadlines_keeps_memory_flat(demo: Bundle, at_once
 def test_what_cannot_be_is_said(demo: Bundle) -> None:
     with pytest.raises(RequestError, match=r"max_running = 0 is outside 1\.\.4096"):
         demo.scheduler(max_running=0)
+    with pytest.raises(RequestError, match=r"max_pass_ms = 50 wants to know .* `dlm-export bench BUNDLE --cost`"):
+        demo.scheduler(max_pass_ms=50)
+    with pytest.raises(RequestError, match="max_pass_ms = nan is no time"):
+        demo.scheduler(max_pass_ms=float("nan"))
+    with pytest.raises(RequestError, match="max_pass_ms = 'soon' is not a number"):
+        demo.scheduler(max_pass_ms="soon")
     with demo.scheduler(cache_bytes=1 << 17) as scheduler:
         with pytest.raises(RequestError, match=r"has room for .*: give it more cache_bytes, or choose a shorter canvas"):
             scheduler.submit(prompt="go", max_new_tokens=400, preset="fast-dllm")
@@ -191,6 +202,33 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
         assert scheduler.submit(prompt="go", max_new_tokens=8, preset="fast-dllm").result(30).nfe > 0
         with pytest.raises(RequestError, match=r"events=True"):
             next(iter(scheduler.submit(prompt="go", max_new_tokens=8)))
+
+
+def test_passes_stay_within_the_time_that_they_are_expected_to_take(demo: Bundle) -> None:
+    cost = PassCost(pass_ms=1.0, token_ms=0.5, row_ms=0.0, pair_ms=0.0)
+    request = {"prompt": "turn on the kitchen lights", "max_new_tokens": 64, "preset": "fast-dllm", "threshold": 0.99, "stop": "none"}
+    alone = demo.generate(**request)
+    with demo.scheduler(max_pass_ms=1 + 0.5 * 32 * 2, cost=cost) as scheduler:
+        jobs = [scheduler.submit(**request) for _ in range(6)]
+        assert all(same(job.result(60), alone) for job in jobs)
+        stats = scheduler.stats
+    assert stats.shares <= 2 * stats.passes, "two blocks of 32 tokens fit"
+    assert stats.expected_s > 0
+    assert 0 < stats.passes_s <= stats.busy_s
+
+
+def test_a_cost_is_what_bench_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    file.write_text('{"cost": {"pass_ms": 1.5, "token_ms": 0, "row_ms": 0.25, "pair_ms": 1e-5, "worst_error": 0.2}}')
+    assert PassCost.read(file) == PassCost(1.5, 0, 0.25, 1e-5)
+    file.write_text('{"cost": null}')
+    with pytest.raises(RequestError, match=r"holds no cost of pass_ms, .*bench BUNDLE --cost --json"):
+        PassCost.read(file)
+    file.write_text('{"cost": {"pass_ms": -1, "token_ms": 0, "row_ms": 0, "pair_ms": "2"}}')
+    with pytest.raises(RequestError, match=r"cost: pass_ms = -1 is no time"):
+        PassCost.read(file)
+    with pytest.raises(RequestError, match="no such file"):
+        PassCost.read(tmp_path / "none.json")
 
 
 def test_an_engine_that_fails_fails_its_requests_alone() -> None:

@@ -13,7 +13,7 @@ from dlm_runtime.errors import BundleError, BusyError, CancelledError, ClosedErr
 from dlm_runtime.infill import Infill
 from dlm_runtime.policy import PRESETS, Policy
 from dlm_runtime.results import Event, Generation
-from dlm_runtime.scheduler import Job, Scheduler
+from dlm_runtime.scheduler import Job, PassCost, Scheduler
 from dlm_runtime.tools import CallFormat, ToolCall
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Generation",
     "Infill",
     "Job",
+    "PassCost",
     "Policy",
     "RequestError",
     "Scheduler",

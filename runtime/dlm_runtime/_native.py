@@ -197,6 +197,10 @@ class Request(C.Structure):
     ]
 
 
+class PassCost(C.Structure):
+    _fields_ = [("pass_ms", C.c_double), ("token_ms", C.c_double), ("row_ms", C.c_double), ("pair_ms", C.c_double)]
+
+
 class SchedulerOptions(C.Structure):
     _fields_ = [
         ("struct_size", C.c_size_t),
@@ -204,6 +208,8 @@ class SchedulerOptions(C.Structure):
         ("max_waiting", C.c_int32),
         ("max_tokens", C.c_int32),
         ("cache_bytes", C.c_uint64),
+        ("max_pass_ms", C.c_double),
+        ("cost", PassCost),
     ]
 
 
@@ -219,6 +225,8 @@ class SchedulerStats(C.Structure):
         ("shares", C.c_int64),
         ("busy_s", C.c_double),
         ("cache_bytes", C.c_uint64),
+        ("passes_s", C.c_double),
+        ("expected_s", C.c_double),
     ]
 
 

@@ -34,7 +34,7 @@ from dlm_runtime.tools import CallFormat, Tools
 if TYPE_CHECKING:
     from dlm_runtime.constraints.byte_automaton import CompileLimits
     from dlm_runtime.constraints.compiled import Constraint
-    from dlm_runtime.scheduler import Scheduler
+    from dlm_runtime.scheduler import PassCost, Scheduler
 
 KEPT_CONSTRAINTS = 64  # compiled ones that a bundle holds
 
@@ -501,18 +501,27 @@ class Bundle:
             raise _native.error(status, self._library.dlm_session_last_error(session))
 
     def scheduler(
-        self, *, max_running: int = 16, max_waiting: int = 1024, max_tokens: int = 512, cache_bytes: int = 0
+        self,
+        *,
+        max_running: int = 16,
+        max_waiting: int = 1024,
+        max_tokens: int = 512,
+        cache_bytes: int = 0,
+        max_pass_ms: float = 0.0,
+        cost: PassCost | None = None,
     ) -> Scheduler:
         """What takes requests from any thread and makes their passes on one of its own, together where the engine lets them.
 
         At most ``max_running`` requests have begun, and share passes or take turns; ``max_waiting`` others wait, in the order
         of their coming. A pass that several share has at most ``max_tokens`` tokens: those for whom there is no room take part
         in the next. ``cache_bytes`` bounds the keys and values of all that run; 0: 1 GiB, or what the longest canvas takes if
-        that is more. Raises RequestError.
+        that is more. ``cost`` says what passes cost here, and by that one that several share is expected to take
+        ``max_pass_ms`` milliseconds at most (0: any time), and no more requests begin than fit into such a pass. Raises
+        RequestError.
         """
         from dlm_runtime.scheduler import Scheduler
 
-        return Scheduler(self, max_running, max_waiting, max_tokens, cache_bytes)
+        return Scheduler(self, max_running, max_waiting, max_tokens, cache_bytes, max_pass_ms, cost)
 
     def _begin(self) -> None:
         """Whoever begins keeps the engine until it ends."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes as C
 import itertools
+import math
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_runtime import _native
 from dlm_runtime.errors import ClosedError, RequestError
+from dlm_runtime.files import read_object
 from dlm_runtime.request import Options, Request, count_of
 from dlm_runtime.results import Event, Generation
 
@@ -21,7 +24,35 @@ if TYPE_CHECKING:
     from dlm_runtime.bundle import Bundle
     from dlm_runtime.constraints.compiled import Constraint
 
+_MOST_BYTES = 1 << 20  # of a file that bench wrote
 WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Milliseconds that a pass takes whatever it computes, and for each token of it, each row that it scores and each pair of a
+    token and a position that it sees: what a machine takes for a bundle's passes, as ``dlm-export bench --cost`` fits it."""
+
+    pass_ms: float
+    token_ms: float
+    row_ms: float
+    pair_ms: float
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise RequestError(f"cost: {each.name} = {value!r} is no time: give milliseconds")
+
+    @classmethod
+    def read(cls, path: str | Path) -> PassCost:
+        """What ``dlm-export bench BUNDLE --cost --json`` printed into a file. Raises RequestError."""
+        hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
+        found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
+        names = [each.name for each in fields(cls)]
+        if not isinstance(found, dict) or not set(names) <= set(found):
+            raise RequestError(f"{path}: holds no cost of {', '.join(names)}.{hint}")
+        return cls(*(found[name] for name in names))
 
 
 @dataclass(frozen=True)
@@ -29,7 +60,8 @@ class SchedulerStats:
     """``waiting`` and ``running`` requests now; ``submitted``, ``finished`` and ``refused`` (by BusyError) so far.
 
     ``passes`` were made in ``busy_s`` seconds, commits included; ``shares`` is the sum of the requests that took part in each.
-    ``cache_bytes``: keys and values held at once, at most.
+    ``cache_bytes``: keys and values held at once, at most. ``passes_s`` seconds were of passes alone, which the scheduler's
+    cost expected to take ``expected_s`` (0 without one, or where requests take turns).
     """
 
     waiting: int
@@ -41,6 +73,8 @@ class SchedulerStats:
     shares: int
     busy_s: float
     cache_bytes: int
+    passes_s: float
+    expected_s: float
 
 
 class Job:
@@ -161,7 +195,16 @@ class Job:
 class Scheduler:
     """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads."""
 
-    def __init__(self, bundle: Bundle, max_running: int, max_waiting: int, max_tokens: int, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        max_running: int,
+        max_waiting: int,
+        max_tokens: int,
+        cache_bytes: int,
+        max_pass_ms: float,
+        cost: PassCost | None,
+    ) -> None:
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         # One function for all jobs, which lives until no pass is made any more: a job may go before its request does.
         self._on_step = _native.StepFn(self._dispatch)
@@ -173,6 +216,12 @@ class Scheduler:
         options.max_waiting = count_of("max_waiting", max_waiting)
         options.max_tokens = count_of("max_tokens", max_tokens)
         options.cache_bytes = cache_bytes
+        try:
+            options.max_pass_ms = max_pass_ms
+        except TypeError as err:
+            raise RequestError(f"max_pass_ms = {max_pass_ms!r} is not a number of milliseconds") from err
+        if cost is not None:
+            options.cost = _native.PassCost(*astuple(cost))
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         bundle._begin()
         status = self._library.dlm_scheduler_create(

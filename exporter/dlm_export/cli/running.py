@@ -174,6 +174,7 @@ def _print_result(result: Generation, engine: str, as_json: bool) -> None:
     "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
 )
 @click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
+@click.option("--cost", is_flag=True, help="Fit what a pass, a token, a scored row and attention cost, for schedulers.")
 @engine_option
 @provider_options
 @threads_option
@@ -232,6 +233,10 @@ def print_bench(result: Mapping[str, Any]) -> None:
         for row in result["passes"]
     ]
     print_table("Passes", ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
+    if result["cost"] is not None:
+        each = "{pass_ms:.3g} ms a pass, {token_ms:.3g} a token, {row_ms:.3g} a scored row, {pair_ms:.3g} a token and position it sees"
+        error = "off by {median_error:.0%} in the median, {worst_error:.0%} at worst"
+        click.echo(f"Cost: {each}; {error}".format(**result["cost"]))
     made, memory = result["generation"], result["memory"]
     click.echo(
         f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, {_loop_of(made)}: "

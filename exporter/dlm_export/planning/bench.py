@@ -24,12 +24,14 @@ from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
+from dlm_export.planning.cost import check_telling, cost_of
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
 CANVAS, BLOCK = 256, 32  # tokens of the passes that are measured unless others are asked for
+TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)  # of those that a cost is fitted to
 WARM_UP = 3  # passes of a size before any counts: an engine captures a graph at its third one
 GENERATION_SHARE = 5  # a generation is many passes: one round of it for five of a pass
 
@@ -55,6 +57,7 @@ class BenchOptions:
     policy: Mapping[str, Any] = field(default_factory=dict)  # fields of the preset that are changed; all but ``stop``
     rounds: int = 15
     batches: tuple[int, ...] = (1,)  # requests that share passes; 1, to compare with, is measured in any case
+    cost: bool = False  # fit what passes cost; without ``passes``, to some of sizes that tell
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
@@ -82,7 +85,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
 
     Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the roofline's, ``ratio`` the distance.
     A generation is the one of median length; its ``parts`` are seconds and add up to ``seconds``. ``batches`` are generations
-    of several requests at once, all of one length; ``speedup`` is in tokens/s, over one at a time.
+    of several requests at once, all of one length; ``speedup`` is in tokens/s, over one at a time. ``cost`` is a ``PassCost``
+    with the errors of its fit, or None.
     Raises what ``dlm_runtime.open`` raises, and RequestError for passes and lengths that the bundle does not take.
     """
     progress = progress or Silent()
@@ -94,10 +98,12 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.is_on_cpu
         check_manifest(manifest, path)
         preset = options.preset or manifest["loop"]["default_preset"]
-        sizes = options.passes or _fitting_passes(bundle)
+        sizes = options.passes or (_telling_passes(bundle) if options.cost else _fitting_passes(bundle))
         made = list(product(sizes, batches))
         for size, batch in made:  # what cannot be is refused before the long part
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
+        if options.cost:
+            check_telling([{"batch": batch} | asdict(size) for size, batch in made])
         progress.start("generate", rounds * len(batches))
         generation = _generate(bundle, options, preset, 1, rounds, progress)
         memory = _memory(manifest, generation, is_on_cpu)
@@ -126,6 +132,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "threads": options.opening.threads,
         "roofline": None if machine is None else asdict(machine),
         "passes": passes,
+        "cost": cost_of(passes) if options.cost else None,
         "generation": generation.as_dict(),
         "batches": [one.as_batch(generation) for one in generations],
         "memory": memory,
@@ -137,6 +144,15 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
     canvas = min(CANVAS, bundle.max_canvas_length)
     block = min(BLOCK, max(1, canvas // 2))
     return PassSize(block, canvas - block, block), PassSize(canvas, 0, canvas)
+
+
+def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
+    """Passes of different tokens, over none and over all that a long canvas has besides, that score one row and all."""
+    canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
+    sizes = []
+    for tokens in sorted({min(size, canvas) for size in TELLING_TOKENS}):
+        sizes += [PassSize(tokens, 0, tokens), PassSize(tokens, 0, 1), PassSize(tokens, canvas - tokens, tokens)]
+    return tuple(dict.fromkeys(sizes))
 
 
 def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:

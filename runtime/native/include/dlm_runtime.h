@@ -440,6 +440,12 @@ DLM_API dlm_status dlm_session_time_passes(dlm_session *session, int32_t batch, 
 typedef struct dlm_scheduler dlm_scheduler;
 typedef struct dlm_job dlm_job;
 
+/* Milliseconds that a pass takes whatever it computes, and for each token, each scored row and each pair of a token and a position that
+ * it sees: `dlm-export bench --cost` fits them to what it measures on a machine. All 0: unknown. */
+typedef struct dlm_pass_cost {
+  double pass_ms, token_ms, row_ms, pair_ms;
+} dlm_pass_cost;
+
 typedef struct dlm_scheduler_options {
   size_t struct_size;
   int32_t max_running;  /* requests that have begun (16), 1..4096 */
@@ -448,11 +454,14 @@ typedef struct dlm_scheduler_options {
                            pass has more of its own makes it alone */
   uint64_t cache_bytes; /* keys and values of all that run: a request begins when there is room for its canvas's. 0: 1 GiB, or what
                            the longest canvas takes if that is more */
+  double max_pass_ms;      /* that a pass which several share is expected to take (0: any time). A request begins when a pass over the
+                              blocks of all that run and its own is expected to stay within it, or when none runs */
+  dlm_pass_cost cost;      /* by which it is expected, and dlm_scheduler_stats' expected_s counted */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init_sized(dlm_scheduler_options *options, size_t struct_size);
 #define dlm_scheduler_options_init(options) dlm_scheduler_options_init_sized(options, sizeof(dlm_scheduler_options))
 
-/* options may be NULL. */
+/* options may be NULL. INVALID_ARGUMENT for max_pass_ms without a cost; UNSUPPORTED for it where requests take turns. */
 DLM_API dlm_status dlm_scheduler_create(dlm_bundle *bundle, const dlm_scheduler_options *options, char *message,
                                         size_t message_capacity, dlm_scheduler **scheduler);
 
@@ -484,6 +493,8 @@ typedef struct dlm_scheduler_stats {
   int64_t shares;                       /* sum of the requests that took part in each */
   double busy_s;                        /* seconds in passes and commits */
   uint64_t cache_bytes;                 /* keys and values held at once, at most */
+  double passes_s;                      /* seconds in passes alone */
+  double expected_s;                    /* that these were expected to take; 0 without a cost, or where requests take turns */
 } dlm_scheduler_stats;
 
 /* From any thread. struct_size need not be set. */

@@ -1,6 +1,7 @@
 // The part of the C ABI in which requests share a scheduler.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <utility>
 
 #include "c_api.h"
@@ -18,7 +19,8 @@ struct dlm_job {
 template <>
 struct dlm::Sized<dlm_scheduler_options> {
   static constexpr char name[] = "dlm_scheduler_options";
-  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_scheduler_options, cache_bytes)};
+  static constexpr std::array sizes = {DLM_SIZE_UP_TO(dlm_scheduler_options, cache_bytes),
+                                       DLM_SIZE_UP_TO(dlm_scheduler_options, cost)};
 };
 
 namespace {
@@ -39,7 +41,29 @@ void check_range(const char* name, int32_t value, int32_t lowest, int32_t highes
   if (value < lowest || value > highest) dlm::fail(DLM_INVALID_ARGUMENT, "%s = %d is outside %d..%d", name, value, lowest, highest);
 }
 
-dlm::Scheduler::Options check(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
+void check_time(const char* name, double value) {
+  if (!(value >= 0 && std::isfinite(value))) dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is no time: give milliseconds", name, value);
+}
+
+dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
+  const dlm_pass_cost& cost = options.cost;
+  check_time("max_pass_ms", options.max_pass_ms);
+  check_time("cost.pass_ms", cost.pass_ms);
+  check_time("cost.token_ms", cost.token_ms);
+  check_time("cost.row_ms", cost.row_ms);
+  check_time("cost.pair_ms", cost.pair_ms);
+  const dlm::PassCost found{cost.pass_ms, cost.token_ms, cost.row_ms, cost.pair_ms};
+  if (options.max_pass_ms > 0 && !found.is_known())
+    dlm::fail(DLM_INVALID_ARGUMENT,
+              "max_pass_ms = %g wants to know what passes cost here: give cost, which `dlm-export bench BUNDLE --cost` measures",
+              options.max_pass_ms);
+  if (options.max_pass_ms > 0 && !engine.takes_segments())
+    dlm::fail(DLM_UNSUPPORTED, "max_pass_ms bounds passes that requests share, and with this engine (%s) they take turns: leave it out",
+              engine.description().c_str());
+  return found;
+}
+
+dlm::Scheduler::Options check(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser, const dlm::Engine& engine) {
   check_range("max_running", options.max_running, 1, dlm::kMostRequests);
   check_range("max_waiting", options.max_waiting, 1, kMostWaiting);
   check_range("max_tokens", options.max_tokens, 1, INT32_MAX);
@@ -49,7 +73,8 @@ dlm::Scheduler::Options check(const dlm_scheduler_options& options, const dlm::D
   // No more than all that run can have, guided ones twice.
   const uint64_t most = std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted = options.cache_bytes > 0 ? options.cache_bytes / row : std::max(kCacheBytes / row, longest);
-  return {options.max_running, options.max_waiting, options.max_tokens, static_cast<int64_t>(std::min(wanted, most))};
+  return {options.max_running, options.max_waiting, options.max_tokens, static_cast<int64_t>(std::min(wanted, most)),
+          options.max_pass_ms, check_cost(options, engine)};
 }
 
 }  // namespace
@@ -66,8 +91,9 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     dlm::require(bundle, "bundle");
     const dlm_scheduler_options defaults = default_scheduler_options();
     const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
-    const dlm::Scheduler::Options chosen = check(options == nullptr ? defaults : dlm::take(*options, defaults), denoiser);
-    *scheduler = new dlm_scheduler{*bundle, {denoiser, *bundle->engine, chosen}};
+    dlm::Engine& engine = *bundle->engine;
+    const dlm::Scheduler::Options chosen = check(options == nullptr ? defaults : dlm::take(*options, defaults), denoiser, engine);
+    *scheduler = new dlm_scheduler{*bundle, {denoiser, engine, chosen}};
   });
 }
 

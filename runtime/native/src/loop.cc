@@ -187,6 +187,21 @@ size_t Request::find_positions() {
   return positions_.size();
 }
 
+PassLoad Request::load_of(const Stage& stage, size_t rows) const {
+  const double canvases = static_cast<double>(this->canvases()), tokens = canvases * stage.rows.tokens();
+  return {tokens, canvases * static_cast<double>(rows), tokens * (stage.rows.tokens() + stage.cached)};
+}
+
+PassLoad Request::usual_load(const PassCost& cost) const {
+  PassLoad most;
+  for (size_t number = stage_; number < plan_.size(); ++number) {
+    if (!plan_[number].is_repeated) continue;
+    const PassLoad load = load_of(plan_[number], static_cast<size_t>(plan_[number].decided.tokens()));
+    if (cost.share(load) > cost.share(most)) most = load;
+  }
+  return most;
+}
+
 Needs Request::needs() const {
   if (positions_.empty()) return {};
   return guidance() > 0 ? Needs{false, true} : proposer_->needs(turn());

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cost.h"
 #include "engine.h"
 #include "error.h"
 #include "guidance.h"
@@ -72,6 +73,7 @@ class Request {
   bool fits(const Request& other) const;
   bool has_cache() const { return policy_.cache != Cache::none; }
   double guidance() const { return policy_.cfg_scale; }  // 0: none
+  size_t canvases() const { return guidance() > 0 ? 2 : 1; }  // that a pass takes of it
 
   bool done() const { return stage_ == plan_.size(); }
   size_t stage_number() const { return stage_; }
@@ -82,6 +84,11 @@ class Request {
   const std::vector<uint8_t>& undecided() const { return undecided_; }  // by position, 1 or 0
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
+
+  // What the next pass computes for it, once find_positions has found what it scores.
+  PassLoad load() const { return load_of(stage(), positions_.size()); }
+  // What the passes ahead compute of which a stage may take several, the costliest of them.
+  PassLoad usual_load(const PassCost& cost) const;
 
   // Finds the positions that the next pass scores; returns how many they are. None where it only stores.
   size_t find_positions();
@@ -98,6 +105,7 @@ class Request {
   Outcome outcome() const;
 
  private:
+  PassLoad load_of(const Stage& stage, size_t rows) const;
   Turn turn() const { return {canvas_, undecided_, positions_, stage().block, nfe_, is_editing_}; }
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;

@@ -78,6 +78,7 @@ std::shared_ptr<Job> Scheduler::submit(Request request, const Limits& limits) {
          "choose a shorter canvas or cache = \"none\"",
          static_cast<long long>(rows), static_cast<long long>(options_.rows));
   const auto job = std::make_shared<Job>(board_, std::move(request), limits);
+  job->usual_ms_ = options_.cost.share(job->request().usual_load(options_.cost));
   const std::lock_guard<std::mutex> lock(board_->mutex);
   if (waiting_.size() >= static_cast<size_t>(options_.most_waiting)) {
     ++told_.refused;
@@ -146,15 +147,21 @@ void Scheduler::end_what_must() {
   }
 }
 
-bool Scheduler::has_room(const Request& request) const {
+bool Scheduler::has_room(const Job& job) const {
+  const Request& request = job.request();
   if (request.done()) return true;
   if (running_.size() >= static_cast<size_t>(options_.most_running)) return false;
+  if (options_.most_ms > 0 && !running_.empty()) {
+    const double before = std::accumulate(running_.begin(), running_.end(), options_.cost.pass,
+                                          [](double sum, const auto& one) { return sum + one->usual_ms_; });
+    if (before + job.usual_ms_ > options_.most_ms) return false;
+  }
   return arena_ ? arena_->has_room(Member::rows_of(request)) : rows_taken_ + rows_needed(request) <= options_.rows;
 }
 
 // In the order of their coming: nobody is overtaken by one that needs less room.
 void Scheduler::admit() {
-  while (!waiting_.empty() && has_room(waiting_.front()->request())) {
+  while (!waiting_.empty() && has_room(*waiting_.front())) {
     running_.splice(running_.end(), waiting_, waiting_.begin());
     Job& job = *running_.back();
     if (job.request().done()) continue;
@@ -240,7 +247,7 @@ std::vector<std::shared_ptr<Job>> Scheduler::choose() {
   std::vector<std::shared_ptr<Job>> chosen;
   shared_.emplace(denoiser_, *arena_);
   for (const std::shared_ptr<Job>& job : order)
-    if (shared_->add(*job->member_, options_.most_tokens)) chosen.push_back(job);
+    if (shared_->add(*job->member_, {options_.most_tokens, options_.most_ms, options_.cost})) chosen.push_back(job);
   return chosen;
 }
 
@@ -260,6 +267,8 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
     told_.passes += stats_.nfe - before;
     told_.shares += static_cast<int64_t>(chosen.size());
     told_.busy_s = stats_.total_s;
+    told_.passes_s = stats_.prefill_s + stats_.passes_s;
+    if (arena_ && options_.cost.is_known()) told_.expected_s += options_.cost.of(shared_->load()) / 1000;
     told_.cache_bytes = stats_.cache_bytes;
   }
   for (const std::shared_ptr<Job>& job : chosen) {

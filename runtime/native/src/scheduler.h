@@ -70,6 +70,7 @@ class Job {
   std::optional<Batch> alone_;        // takes the request where passes are not shared
   std::unique_ptr<Context> context_;  // its own, then
   int64_t rows_ = 0;                  // of keys and values that it was given
+  double usual_ms_ = 0;               // that it is expected to add to a pass
   uint64_t served_ = 0;               // the pass that it took part in last
   std::atomic<bool> is_cancelled_{false};
   bool is_done_ = false;  // under the board's mutex
@@ -83,6 +84,8 @@ class Scheduler {
   struct Options {
     int32_t most_running, most_waiting, most_tokens;  // requests; tokens of a pass that several share
     int64_t rows;                                     // of keys and values
+    double most_ms = 0;                               // that a pass which several share is expected to take; 0: any time
+    PassCost cost{};
   };
 
   // The denoiser and the engine must outlive it.
@@ -108,7 +111,7 @@ class Scheduler {
  private:
   using Jobs = std::list<std::shared_ptr<Job>>;
 
-  bool has_room(const Request& request) const;
+  bool has_room(const Job& job) const;
   void settle();
   void end_what_must();
   void admit();

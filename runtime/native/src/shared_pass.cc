@@ -5,9 +5,7 @@
 namespace dlm {
 namespace {
 
-constexpr size_t kMostLogits = size_t{256} << 20;  // bytes of one pass, where several requests could go one after the other
-
-size_t canvases(const Request& request) { return request.guidance() > 0 ? 2 : 1; }
+constexpr double kMostLogits = 256 << 20;  // bytes of one pass, where several requests could go one after the other
 
 const std::vector<int32_t>& canvas(const Request& request, size_t number) {
   return number == 0 ? request.canvas() : request.unconditional();
@@ -16,13 +14,13 @@ const std::vector<int32_t>& canvas(const Request& request, size_t number) {
 }  // namespace
 
 std::vector<int32_t> Member::rows_of(const Request& request) {
-  return std::vector<int32_t>(canvases(request), request.has_cache() ? static_cast<int32_t>(request.canvas().size()) : 0);
+  return std::vector<int32_t>(request.canvases(), request.has_cache() ? static_cast<int32_t>(request.canvas().size()) : 0);
 }
 
 // The first constructor has ended when the second begins, so that what it takes is given back where it fails.
 Member::Member(Request& request, Arena& arena, size_t places) : request_(request), arena_(arena) { places_.reserve(places); }
 
-Member::Member(Request& request, Arena& arena) : Member(request, arena, canvases(request)) {
+Member::Member(Request& request, Arena& arena) : Member(request, arena, request.canvases()) {
   for (const int32_t rows : rows_of(request)) places_.push_back(arena.take(rows));
 }
 
@@ -30,18 +28,17 @@ Member::~Member() {
   for (const Arena::Handle place : places_) arena_.give_back(place);
 }
 
-int32_t Member::tokens() const { return request_.stage().rows.tokens() * static_cast<int32_t>(canvases(request_)); }
-
-bool SharedPass::add(Member& member, int32_t most_tokens) {
-  const auto tokens = static_cast<size_t>(member.tokens());
-  const size_t rows = member.request_.find_positions() * canvases(member.request_);
+bool SharedPass::add(Member& member, const PassLimits& limits) {
+  member.request_.find_positions();
   const Needs own = member.request_.needs();
   const Needs needs{needs_.entropy || own.entropy, needs_.logits || own.logits};
-  const size_t logits = needs.logits ? (rows_ + rows) * static_cast<size_t>(denoiser_.vocab_size) * sizeof(float) : 0;
-  if (!members_.empty() && (tokens_ + tokens > static_cast<size_t>(most_tokens) || logits > kMostLogits)) return false;
+  PassLoad load = load_;
+  load += member.request_.load();
+  const double logits = needs.logits ? load.rows * denoiser_.vocab_size * sizeof(float) : 0;
+  const bool is_long = load.tokens > limits.most_tokens || (limits.most_ms > 0 && limits.cost.of(load) > limits.most_ms);
+  if (!members_.empty() && (is_long || logits > kMostLogits)) return false;
   members_.push_back(&member);
-  tokens_ += tokens;
-  rows_ += rows;
+  load_ = load;
   needs_ = needs;
   return true;
 }
@@ -53,7 +50,7 @@ void SharedPass::run(Buffers& buffers, dlm_stats& stats, dlm_pass_counts& counts
   for (Member* const member : members_) {
     const Request& request = member->request_;
     const Stage& stage = request.stage();
-    for (size_t number = 0; number < canvases(request); ++number) {
+    for (size_t number = 0; number < request.canvases(); ++number) {
       const auto first = static_cast<int64_t>(buffers.input_ids.size());
       for (int32_t i = stage.rows.first; i < stage.rows.last; ++i) {
         buffers.input_ids.push_back(canvas(request, number)[static_cast<size_t>(i)]);
@@ -91,7 +88,7 @@ void SharedPass::run(Buffers& buffers, dlm_stats& stats, dlm_pass_counts& counts
     Request& request = members_[number]->request_;
     if (keeps_rows(request.stage().use)) members_[number]->kept_ = {0, 0};
     const size_t rows = request.positions().size(), first = row;
-    row += rows * canvases(request);
+    row += rows * request.canvases();
     try {
       with_name(request.name(), [&] {
         request.step(predictions_of(denoiser_, request, pass, first, rows, buffers), buffers);

@@ -22,9 +22,6 @@ class Member {
   // What a request keeps in an arena: of its canvas, and of the one without what is given where it is guided.
   static std::vector<int32_t> rows_of(const Request& request);
 
-  // Tokens of its next pass.
-  int32_t tokens() const;
-
  private:
   friend class SharedPass;
   Member(Request& request, Arena& arena, size_t places);
@@ -35,14 +32,22 @@ class Member {
   Range kept_{0, 0};  // outside of which the cache's rows were kept, and nothing was stored since; or of no tokens
 };
 
+// What a pass that several share keeps within.
+struct PassLimits {
+  int32_t most_tokens;
+  double most_ms;  // 0: any time
+  PassCost cost;   // by which it is expected
+};
+
 // The next pass of those that were added.
 class SharedPass {
  public:
   SharedPass(const Denoiser& denoiser, Arena& arena) : denoiser_(denoiser), arena_(arena) {}
 
-  // Whether a request that is not done takes part: it does if the pass has no other, or stays within so many tokens, and within a
+  // Whether a request that is not done takes part: it does if the pass has no other, or stays within the limits, and within a
   // bound of the memory that logits take.
-  bool add(Member& member, int32_t most_tokens);
+  bool add(Member& member, const PassLimits& limits);
+  const PassLoad& load() const { return load_; }
 
   // Makes the pass and commits after it. Throws what the pass throws, of which all of its requests fail; on_error is told of one
   // that fails by itself, with its number in the order of adding, inside a handler.
@@ -54,7 +59,7 @@ class SharedPass {
   const Denoiser& denoiser_;
   Arena& arena_;
   std::vector<Member*> members_;
-  size_t tokens_ = 0, rows_ = 0;
+  PassLoad load_;
   Needs needs_;
 };
 

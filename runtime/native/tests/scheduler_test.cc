@@ -49,6 +49,10 @@ class Summing final : public dlm::HostEngine {
   std::string description() const override { return "made up"; }
   void fail_after(int passes) { fails_after_ = passes; }
   int64_t most_requests() const { return most_requests_; }
+  // What its passes cost by this: together, and the costliest one that several requests shared.
+  void count_by(const dlm::PassCost& cost) { cost_ = cost; }
+  double cost() const { return spent_; }
+  double costliest_shared() const { return costliest_shared_; }
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
     if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
@@ -56,6 +60,7 @@ class Summing final : public dlm::HostEngine {
     if (parts.empty())
       for (int64_t b = 0; b < pass.batch; ++b) parts.push_back({0, pass.cached, 0, pass.tokens});
     most_requests_ = std::max<int64_t>(most_requests_, static_cast<int64_t>(parts.size()));
+    count(pass, parts);
     for (size_t number = 0; number < parts.size(); ++number) {
       const int64_t b = segments.empty() ? static_cast<int64_t>(number) : 0;
       keep(pass, b, parts[number]);
@@ -64,6 +69,17 @@ class Summing final : public dlm::HostEngine {
   }
 
  private:
+  void count(const dlm_pass& pass, const std::vector<dlm::Segment>& parts) {
+    dlm::PassLoad load{0, static_cast<double>(pass.rows), 0};
+    for (const dlm::Segment& part : parts) {
+      load.tokens += static_cast<double>(part.tokens);
+      load.pairs += static_cast<double>(part.tokens * (part.tokens + part.cached));
+    }
+    const double cost = cost_.of(load);
+    spent_ += cost;
+    if (parts.size() > 1) costliest_shared_ = std::max(costliest_shared_, cost);
+  }
+
   static uint64_t value_of(int64_t token, int64_t position) {
     return mix(static_cast<uint64_t>(token) * 100003 + static_cast<uint64_t>(position));
   }
@@ -140,6 +156,8 @@ class Summing final : public dlm::HostEngine {
   const bool takes_segments_;
   int fails_after_ = -1;
   int64_t most_requests_ = 0;
+  dlm::PassCost cost_{};
+  double spent_ = 0, costliest_shared_ = 0;
 };
 
 dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
@@ -259,6 +277,55 @@ void test_passes_are_shared() {
   scheduler.run(true, kNothing);
   CHECK(engine.most_requests() == 8);
   CHECK(scheduler.told().passes == 8);  // one token each of eight, all in the same passes
+}
+
+// Passes that requests share are expected to stay within a time, by what they cost; those that cannot wait for a pass of their own.
+void test_costs(uint32_t seed) {
+  std::mt19937 random(seed);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 4}), shift = static_cast<int32_t>(random() % 2);
+  const dlm::Denoiser of = denoiser(visible_block, shift);
+  Summing engine(shape(), visible_block, true), other(shape(), visible_block, false);
+  const auto figure = [&](double most) { return most * static_cast<double>(random() % 100) / 100; };
+  const dlm::PassCost cost{figure(4), 0.01 + figure(1), figure(0.5), figure(0.05)};
+  engine.count_by(cost);
+  const double most_ms = 1 + figure(60);
+  dlm::Scheduler scheduler(of, engine, {9, 100, 1 << 20, 1000, most_ms, cost});
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int i = 0; i < 12; ++i) {
+    wishes.push_back(make_wish(random, visible_block, shift));
+    wishes.back().policy.cfg_scale = 0;  // so that a request is one segment
+    jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
+  }
+  scheduler.run(true, kNothing);
+  CHECK(engine.costliest_shared() <= most_ms);
+  for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
+  // A pass that only stores scores a row all the same, which no request counts.
+  const double expected = 1000 * scheduler.told().expected_s;
+  CHECK(expected <= engine.cost() * (1 + 1e-9));
+  CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
+}
+
+// No more requests begin than a pass within the time has room for, and one does whatever it takes.
+void test_admission_by_cost() {
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, true);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "dual";
+  policy.block_length = 4;
+  const Wish wish{dlm::check_policy(policy), std::vector<int32_t>(8, kMask), {}};
+  const auto most_running = [&](double most_ms) {
+    dlm::Scheduler scheduler(of, engine, {8, 100, 1 << 20, 2000, most_ms, {1, 1, 0, 0}});
+    for (int i = 0; i < 8; ++i) scheduler.submit(wish.make(of, engine), {});
+    int32_t most = 0;
+    scheduler.run(true, [&] { most = std::max(most, scheduler.told().running); });
+    CHECK(scheduler.told().finished == 8);
+    return most;
+  };
+  CHECK(most_running(0) == 8);
+  CHECK(most_running(13) == 3);  // four tokens of a block each, and one millisecond
+  CHECK(most_running(12.9) == 2);
+  CHECK(most_running(0.1) == 1);
 }
 
 // A pass that fails fails those that took part in it, with its sentence, and nobody else.
@@ -385,7 +452,9 @@ void test_threads(bool shares, int requests_a_thread) {
 int main() {
   for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
+  for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);
   test_passes_are_shared();
+  test_admission_by_cost();
   for (const bool shares : {true, false}) {
     test_failures_stay_with_their_requests(shares);
     test_threads(shares, 250);
