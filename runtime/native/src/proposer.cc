@@ -50,8 +50,7 @@ class Sampled final : public Proposer {
     for (size_t row = 0; row < turn.positions.size(); ++row) {
       const float* const logits = predictions.logits + row * width;
       const DrawKey key{policy_.seed, static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(turn.positions[row])};
-      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id, sampling_, key,
-                                      policy_.score == Score::entropy && policy_.score_of == ScoreOf::draw);
+      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id, sampling_, key, told());
       proposals.tokens[row] = draw.token;
       proposals.probs[row] = prob_of(draw.token, logits, predictions.tokens[row * top_k], predictions.probs[row * top_k]);
       proposals.scores[row] = std::isfinite(draw.prob) ? score(turn, predictions, row, proposals.probs[row], draw) : draw.prob;
@@ -59,8 +58,14 @@ class Sampled final : public Proposer {
   }
 
  private:
+  // What scores ask of a draw.
+  Told told() const {
+    if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
+    return policy_.score == Score::entropy ? Told::entropy : Told::distribution;
+  }
+
   double score(const Turn& turn, const Predictions& predictions, size_t row, double prob, const Draw& draw) const {
-    if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random)
+    if (told() == Told::token)
       return score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
     return policy_.score == Score::entropy ? draw.entropy : policy_.score == Score::margin ? draw.margin : draw.prob;
   }

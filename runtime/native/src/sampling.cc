@@ -2,22 +2,42 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <utility>
 
 #include "random.h"
 
 namespace dlm {
 namespace {
 
-// A row's logits, tempered and counted from the best one's.
-struct Tempered {
-  const float* logits;
-  int32_t best;
-  double temperature;
-
-  double operator()(int32_t token) const {
-    return (static_cast<double>(logits[token]) - static_cast<double>(logits[best])) / temperature;
-  }
+struct Best {
+  int32_t token;
+  bool is_finite;  // no logit is NaN or infinitely large, and one is more than infinitely small
 };
+
+Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
+  constexpr float kInfinite = std::numeric_limits<float>::infinity();
+  std::array<float, 8> largest;  // of every eighth one, so that they need not wait for each other
+  largest.fill(-kInfinite);
+  std::array<int32_t, 8> bad{};
+  const auto see = [&](int32_t token, size_t lane) {
+    const float logit = logits[token];
+    bad[lane] |= static_cast<int32_t>(!(logit < kInfinite));
+    largest[lane] = logit > largest[lane] ? logit : largest[lane];
+  };
+  for (const auto& [first, last] : {std::pair{0, left_out}, std::pair{left_out + 1, vocab_size}}) {
+    int32_t token = first;
+    for (; token + 8 <= last; token += 8)
+      for (size_t lane = 0; lane < 8; ++lane) see(token + static_cast<int32_t>(lane), lane);
+    for (; token < last; ++token) see(token, 0);
+  }
+  const float most = *std::max_element(largest.begin(), largest.end());
+  const bool is_bad = std::any_of(bad.begin(), bad.end(), [](int32_t each) { return each != 0; });
+  int32_t best = left_out == 0 ? 1 : 0;
+  if (is_bad || most == -kInfinite) return {best, false};
+  while (logits[best] != most || best == left_out) ++best;
+  return {best, true};
+}
 
 }  // namespace
 
@@ -32,20 +52,52 @@ void Winner::see(int32_t token, double log_weight, double weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
+// Of almost all tokens that lose, neither an exponential is needed nor a logarithm: their weights are bounded from above by what a
+// float's bits mean, 2^n (1 + f) >= 2^(n + f), and 1 - u from below by its first 24 bits.
+void Winner::see_row(const float* logits, int32_t first, int32_t last, float best, double temperature) {
+  constexpr int32_t kSome = 128;
+  constexpr float kOne = 127.0f, kUnit = 8388608.0f;  // the exponent of 1, and the bits of a step of the exponent
+  const auto slope = static_cast<float>(std::min(1.4426950408889634 / temperature, 1e30));
+  std::array<int32_t, kSome> bits;
+  std::array<float, kSome> spare;
+  for (int32_t from = first / 2 * 2; from < last; from += kSome) {
+    const int32_t count = std::min(kSome, last - from), skipped = std::max(0, first - from);
+    for (int32_t i = skipped; i < count; ++i) {
+      const float power = (logits[from + i] - best) * slope + kOne;
+      bits[static_cast<size_t>(i)] = static_cast<int32_t>((power > 0 ? power : 0) * kUnit);
+    }
+    for (int32_t i = 0; i < count; i += 2) {
+      const auto words = words_of((from + i) / 2);
+      spare[static_cast<size_t>(i)] = static_cast<float>(static_cast<int32_t>(~words[0] >> 8)) * 0x1p-24f;
+      spare[static_cast<size_t>(i) + 1] = static_cast<float>(static_cast<int32_t>(~words[2] >> 8)) * 0x1p-24f;
+    }
+    // Some for what is rounded above: a thousandth of a weight, or of the smallest that has an exponent.
+    const auto scale = static_cast<float>(std::min(scale_ * 1.001, 1e30));
+    for (int32_t i = skipped; i < count; ++i) {
+      float bound;
+      std::memcpy(&bound, &bits[static_cast<size_t>(i)], sizeof bound);
+      if (spare[static_cast<size_t>(i)] > (bound + 1e-37f) * scale) continue;
+      const double behind = (static_cast<double>(logits[from + i]) - static_cast<double>(best)) / temperature;
+      if (behind >= -kFarthest) see(from + i, behind, std::exp(behind));
+    }
+  }
+}
+
+std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
+  return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
+}
+
 // Two tokens share a block of random words.
 double Winner::uniform(int32_t token) {
   if (token / 2 != pair_) {
     pair_ = token / 2;
-    words_ = philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair_), kDraws});
+    words_ = words_of(pair_);
   }
   return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
 }
 
-// Fills weights_ and total_, which is not finite where a logit is none; returns the best token.
-int32_t Sampler::temper(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling) {
-  Tempered tempered{logits, left_out == 0 ? 1 : 0, sampling.temperature};
-  for (int32_t token = tempered.best; token < vocab_size; ++token)
-    if (logits[token] > logits[tempered.best] && token != left_out) tempered.best = token;
+// Fills weights_ and total_.
+void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out) {
   weights_.resize(static_cast<size_t>(vocab_size));
   double total = 0;
   for (int32_t token = 0; token < vocab_size; ++token) {
@@ -55,48 +107,58 @@ int32_t Sampler::temper(const float* logits, int32_t vocab_size, int32_t left_ou
     total += weight;
   }
   total_ = total;
-  return tempered.best;
 }
 
 Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling) {
-  const int32_t best = temper(logits, vocab_size, left_out, sampling);
-  cut(logits, sampling, total_);
+  const int32_t best = find_best(logits, vocab_size, left_out).token;
+  temper({logits, best, sampling.temperature}, vocab_size, left_out);
+  cut(logits, sampling);
   Cut last{logits[best], best};
   for (const int32_t token : kept_)
     if (!last.keeps(logits[token], token)) last = {logits[token], token};
   return last;
 }
 
-Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key,
-                   bool with_entropy) {
-  const Tempered tempered{logits, temper(logits, vocab_size, left_out, sampling), sampling.temperature};
-  if (!std::isfinite(total_)) return {tempered.best, total_, total_, total_};
-  kept_.clear();
-  if (sampling.top_k > 0 || sampling.top_p < 1) cut(logits, sampling, total_);
+Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key, Told told) {
+  const auto [best, is_finite] = find_best(logits, vocab_size, left_out);
+  constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  if (!is_finite) return {best, kNone, kNone, kNone};
+  const Tempered tempered{logits, best, sampling.temperature};
+  const bool is_cut = sampling.top_k > 0 || sampling.top_p < 1;
   Winner winner(key);
-  winner.see(tempered.best, 0, 1);
+  winner.see(best, 0, 1);
+  if (!is_cut) {
+    winner.see_row(logits, 0, left_out, logits[best], sampling.temperature);
+    winner.see_row(logits, left_out + 1, vocab_size, logits[best], sampling.temperature);
+    if (told == Told::token) return {winner.token(), 0, 0, 0};
+  }
+  temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
-  const auto take = [&](int32_t token) {
+  const auto count = [&](int32_t token) {
     const double weight = weights_[static_cast<size_t>(token)];
-    if (weight == 0 || token == tempered.best) return;
+    if (weight == 0 || token == best) return;
     sum += weight;
     second = std::max(second, weight);
-    if (with_entropy) product += weight * tempered(token);
-    winner.see(token, tempered(token), weight);
+    if (told == Told::entropy) product += weight * tempered(token);
+    if (is_cut) winner.see(token, tempered(token), weight);
   };
-  if (kept_.empty())
-    for (int32_t token = 0; token < vocab_size; ++token) take(token);
-  else
-    for (const int32_t token : kept_) take(token);
+  if (is_cut) {
+    cut(logits, sampling);
+    std::for_each(kept_.begin(), kept_.end(), count);
+  } else {
+    for (int32_t token = 0; token < vocab_size; ++token) count(token);
+  }
   // ln p is a tempered logit less the sum's logarithm.
   return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum, product / sum - std::log(sum)};
 }
 
 // Finds what is kept in linear time, by halving the part in which the cut must lie.
-void Sampler::cut(const float* logits, const Sampling& sampling, double total) {
+void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
+  // All tokens of a smaller weight come to less than what top_p leaves out, so that none of them is kept.
+  const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
-    if (weights_[token] > 0) kept_.push_back(static_cast<int32_t>(token));
+    if (weights_[token] > 0 && weights_[token] >= least) kept_.push_back(static_cast<int32_t>(token));
   const auto is_before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   if (sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < kept_.size()) {
@@ -111,7 +173,7 @@ void Sampler::cut(const float* logits, const Sampling& sampling, double total) {
     std::nth_element(at(first), at(middle), at(last), is_before);
     double sum = before;
     for (size_t rank = first; rank < middle; ++rank) sum += weights_[static_cast<size_t>(kept_[rank])];
-    if (sum > sampling.top_p * total) last = middle;
+    if (sum > sampling.top_p * total_) last = middle;
     else first = middle, before = sum;
   }
   kept_.resize(last);

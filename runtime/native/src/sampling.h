@@ -36,10 +36,13 @@ class Winner {
 
   // weight: the exponential of the token's log weight, above 0 unless it cannot win.
   void see(int32_t token, double log_weight, double weight);
+  // The tokens [first, last), whose log weights, at most 0, are (logits[token] - best) / temperature. best: of tokens seen before.
+  void see_row(const float* logits, int32_t first, int32_t last, float best, double temperature);
   int32_t token() const { return token_; }
 
  private:
   double uniform(int32_t token);
+  std::array<uint32_t, 4> words_of(int32_t pair) const;
 
   const DrawKey key_;
   std::array<uint32_t, 4> words_{};
@@ -55,26 +58,39 @@ struct Cut {
   bool keeps(float other_logit, int32_t other) const { return other_logit > logit || (other_logit == logit && other <= token); }
 };
 
-// A draw, and the distribution that it is from. Not finite where a logit is none.
+// A draw, and the distribution that it is from. Not finite, none of them, where a logit is NaN or infinitely large.
 struct Draw {
   int32_t token;
   double prob;             // of the token
   double margin, entropy;  // of the distribution: p1 - p2, sum p ln p
 };
 
+// What is asked of a draw beside its token: nothing but whether the logits are finite, its distribution, or that with its entropy.
+enum class Told { token, distribution, entropy };
+
 // Draws a token from logits [vocab_size] other than `left_out`, of which there is one at least. Holds the memory that it takes.
 class Sampler {
  public:
-  // The draw's entropy is of no meaning without `with_entropy`.
-  Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key,
-            bool with_entropy);
+  // What is not told is of no meaning where it is finite.
+  Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key, Told told);
 
   // Where top_k and top_p cut such a row.
   Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
-  int32_t temper(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
-  void cut(const float* logits, const Sampling& sampling, double total);
+  // A row's logits, tempered and counted from the best one's.
+  struct Tempered {
+    const float* logits;
+    int32_t best;
+    double temperature;
+
+    double operator()(int32_t token) const {
+      return (static_cast<double>(logits[token]) - static_cast<double>(logits[best])) / temperature;
+    }
+  };
+
+  void temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out);
+  void cut(const float* logits, const Sampling& sampling);
 
   std::vector<double> weights_;  // [V], exp((l - best) / T)
   double total_ = 0;             // of these
