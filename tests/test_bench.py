@@ -232,7 +232,14 @@ def test_what_cannot_be_measured_is_wrong_usage(llada_bundle: Path, arguments: t
 
 TELLING = [
     {"batch": batch, "tokens": tokens, "cached": cached, "rows": rows}
-    for batch, tokens, cached, rows in ((1, 8, 0, 8), (1, 8, 0, 1), (1, 8, 120, 8), (1, 64, 0, 64), (2, 64, 64, 1), (1, 128, 0, 128))
+    for batch, tokens, cached, rows in (
+        (1, 8, 0, 8),
+        (1, 8, 0, 1),
+        (1, 8, 120, 8),
+        (1, 64, 0, 64),
+        (2, 64, 64, 1),
+        (1, 128, 0, 128),
+    )
 ]
 
 

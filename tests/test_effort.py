@@ -118,7 +118,14 @@ class Stored(Rushed):
 def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high_stores_as_the_preset_does() -> None:
     told: list[None] = []
     found = fit_levels(
-        Stored(0.65), [answered()] * 2, BLOCKWISE, 8, decode, preset="p", found_by="generations", on_done=lambda: told.append(None)
+        Stored(0.65),
+        [answered()] * 2,
+        BLOCKWISE,
+        8,
+        decode,
+        preset="p",
+        found_by="generations",
+        on_done=lambda: told.append(None),
     )
     assert len(told) == level_units(BLOCKWISE, 0)
     assert len(found.curve) == len(variants(BLOCKWISE, 0)) + 1, "and the best of them as the preset stores"
@@ -127,7 +134,8 @@ def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high
 
 
 @pytest.mark.parametrize(
-    ("changes", "shift"), [({"cache": "none"}, 0), ({"cache": "block-dual", "sub_block_length": 2}, 0), ({"store": "reuse"}, 0), ({}, 1)]
+    ("changes", "shift"),
+    [({"cache": "none"}, 0), ({"cache": "block-dual", "sub_block_length": 2}, 0), ({"store": "reuse"}, 0), ({}, 1)],
 )
 def test_no_loop_is_tried_that_cannot_open_a_block_as_it_stores(changes: dict[str, Any], shift: int) -> None:
     policy = BLOCKWISE.with_fields(changes)

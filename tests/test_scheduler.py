@@ -15,7 +15,7 @@ import pytest
 from denoisers import ArithmeticDenoiser
 
 import dlm_runtime
-from dlm_runtime import Bundle, BusyError, ClosedError, EngineError, Generation, Job, PassCost, RequestError
+from dlm_runtime import Bundle, BusyError, CancelledError, ClosedError, EngineError, Generation, Job, PassCost, RequestError
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "bc"]}, "n": {"type": "integer"}}, "required": ["name", "n"]}
 
@@ -104,6 +104,17 @@ def test_events_tell_of_every_pass_and_end_with_the_result(demo: Bundle) -> None
 def test_a_time_for_passes_is_refused_where_requests_take_turns() -> None:
     with ArithmeticDenoiser().bundle as bundle, pytest.raises(RequestError, match="they take turns: leave it out"):
         bundle.scheduler(max_pass_ms=5, cost=PassCost(1, 1, 0, 0))
+
+
+def test_what_fails_as_a_step_is_told_ends_its_request_and_is_its_cause(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = {"prompt": "play jazz", "max_new_tokens": 16, "preset": "llada"}
+    with demo.scheduler() as scheduler:
+        job, other = scheduler.submit(**request, events=True), scheduler.submit(**request)
+        monkeypatch.setattr(job, "_step", lambda _: 1 / 0)
+        with pytest.raises(CancelledError, match="a callback asked to stop") as caught:
+            job.result(30)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert other.result(30).finish in ("stop", "length")
 
 
 def test_a_bundle_of_a_callback_takes_turns() -> None:
@@ -206,7 +217,13 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
 
 def test_passes_stay_within_the_time_that_they_are_expected_to_take(demo: Bundle) -> None:
     cost = PassCost(pass_ms=1.0, token_ms=0.5, row_ms=0.0, pair_ms=0.0)
-    request = {"prompt": "turn on the kitchen lights", "max_new_tokens": 64, "preset": "fast-dllm", "threshold": 0.99, "stop": "none"}
+    request = {
+        "prompt": "turn on the kitchen lights",
+        "max_new_tokens": 64,
+        "preset": "fast-dllm",
+        "threshold": 0.99,
+        "stop": "none",
+    }
     alone = demo.generate(**request)
     with demo.scheduler(max_pass_ms=1 + 0.5 * 32 * 2, cost=cost) as scheduler:
         jobs = [scheduler.submit(**request) for _ in range(6)]

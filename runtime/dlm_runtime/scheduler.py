@@ -86,6 +86,7 @@ class Job:
         self._stream = request.text_stream() if events or request.stop_strings else None
         self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
         self._result: Generation | None = None
+        self._error: Exception | None = None  # of what was made of its steps
         if events or self._stream is not None:
             scheduler._tell(self, request)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
@@ -133,7 +134,7 @@ class Job:
             found = _native.Result()
             status = self._library.dlm_job_result_sized(self._handle, C.byref(found), C.sizeof(found))
             if status:
-                raise _native.error(status, self._library.dlm_job_message(self._handle))
+                raise _native.error(status, self._library.dlm_job_message(self._handle)) from self._error
             canvas = self._library.dlm_job_tokens(self._handle, None)[: found.length]
             stopped = self._stream if self._stream is not None and self._stream.is_stopped else None
             self._result = self._request.generation(canvas, _native.outcome(found), stopped)
@@ -245,8 +246,13 @@ class Scheduler:
 
     def _dispatch(self, number: int, step: Any) -> int:
         job = self._told.get(number)
-        if job is not None:
+        if job is None:
+            return 0
+        try:
             job._step(step.contents)
+        except Exception as err:  # ctypes would print it, and go on
+            job._error = err
+            return 1
         return 0
 
     def submit(

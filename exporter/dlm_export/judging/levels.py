@@ -111,8 +111,8 @@ def fit_levels(
     """Try every one of ``variants`` on the samples, and the best of them as the preset stores; and choose the levels.
 
     Quality is the task score if every sample carries an answer and ``decode`` gives text, else the share of tokens equal to the
-    side's own at one token a pass. ``on_done``: see ``level_units``. Raises JudgeError for no samples, RequestError for a policy
-    without threshold.
+    side's own at one token a pass. ``on_done``: see ``level_units``. Raises JudgeError for no samples, RequestError for a
+    policy without threshold.
     """
     check_policy(policy)
     if not samples:

@@ -29,8 +29,8 @@ def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
     computed = loads(passes)
     if np.linalg.matrix_rank(computed / computed.max(0)) < len(fields(PassCost)):
         raise RequestError(
-            "cost: these passes do not tell apart what a pass, a token, a scored row and a cached token take: measure some that "
-            "differ in one of these alone, or leave --passes out"
+            "cost: these passes do not tell apart what a pass, a token, a scored row and a cached token take: measure some "
+            "that differ in one of these alone, or leave --passes out"
         )
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
 from dlm_runtime.constraints import expressions
 from dlm_runtime.constraints.expressions import either, quote
 from dlm_runtime.constraints.patterns import inside_text
 from dlm_runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import SchemaError
 
 ANY_DEPTH = 3  # containers inside each other, of values that a schema leaves open
 MOST_PARTS = 20_000  # subschemas, counted as often as they are used
@@ -64,6 +67,13 @@ def choices(values: Sequence[Any]) -> str:
     return either(quote(each) for each in values)
 
 
+def _hint(schema: Any, error: SchemaError) -> str:
+    if isinstance(schema, str):
+        return ": give what its JSON says, which json.loads reads"
+    is_type = error.validator == "anyOf" and "type" in list(error.absolute_path)[-1:]
+    return ": types are array, boolean, integer, null, number, object and string" if is_type else ""
+
+
 def _check(schema: Any) -> None:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
@@ -73,7 +83,7 @@ def _check(schema: Any) -> None:
         Draft202012Validator.check_schema(schema)
     except SchemaError as err:
         place = "/".join(map(str, ["#", *err.absolute_path]))
-        raise RequestError(f"schema: {place}: {err.message[:200]}") from err
+        raise RequestError(f"schema: {place}: {err.message[:200]}{_hint(schema, err)}") from err
     except (TypeError, ValueError, RecursionError) as err:
         raise RequestError(f"schema: not JSON ({err})"[:300]) from err
 

@@ -28,8 +28,6 @@ double weigh(const Place& place, int32_t token) {
   return weight > kLeast ? weight : kLeast;
 }
 
-float max_of(const float (&lanes)[kLanes]) { return *std::max_element(lanes, lanes + kLanes); }
-
 // The highest of a run of logits; four at a time, as no compiler does by itself what NaN makes depend on the order.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
@@ -62,7 +60,7 @@ int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
         lanes[lane] = logit > lanes[lane] ? logit : lanes[lane];
       }
     for (; i < end; ++i) lanes[0] = std::max(lanes[0], logits[tokens[i]]);
-    const float best = max_of(lanes);
+    const float best = *std::max_element(lanes, lanes + kLanes);
     if (best > highest) highest = best, found = start;
   }
   while (highest > kNone && logits[tokens[found]] != highest) ++found;
