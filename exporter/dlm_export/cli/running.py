@@ -234,7 +234,7 @@ def print_bench(result: Mapping[str, Any]) -> None:
     ]
     print_table("Passes", ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
     if result["cost"] is not None:
-        each = "{pass_ms:.3g} ms a pass, {token_ms:.3g} a token, {row_ms:.3g} a scored row, {pair_ms:.3g} a token and a position"
+        each = "{pass_ms:.3g} ms a pass, {token_ms:.3g} a token, {row_ms:.3g} a row, {pair_ms:.3g} a token and a position"
         error = "off by {median_error:.0%} in the median, {worst_error:.0%} at worst"
         click.echo(f"Cost: {each}; {error}".format(**result["cost"]))
     made, memory = result["generation"], result["memory"]

@@ -10,6 +10,19 @@
 namespace dlm {
 namespace {
 
+constexpr double kLog2E = 1.4426950408889634;
+
+// No less than 2^power, and no more than 1.07 times that unless it is tiny: what a float's bits mean, 2^n (1 + f) >= 2^(n + f), with a
+// thousandth for what was rounded.
+float exp_bound(float power) {
+  constexpr float kOne = 127, kStep = 8388608;  // the exponent of 1, and the bits of a step of the exponent
+  const float exponent = power + kOne;
+  const auto bits = static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
+  float bound;
+  std::memcpy(&bound, &bits, sizeof bound);
+  return bound * 1.001f + 1e-37f;
+}
+
 struct Best {
   int32_t token;
   bool is_finite;  // no logit is NaN or infinitely large, and one is more than infinitely small
@@ -41,10 +54,12 @@ Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
 
 }  // namespace
 
-void Winner::see(int32_t token, double log_weight, double weight) {
+void Winner::see(int32_t token, double log_weight) {
+  const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
+  if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm; the slack is for rounding.
-  if (1 - u > weight * scale_) return;
+  // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm.
+  if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
   if (value < best_ || (value == best_ && token > token_)) return;
   best_ = value;
@@ -52,33 +67,35 @@ void Winner::see(int32_t token, double log_weight, double weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// Of almost all tokens that lose, neither an exponential is needed nor a logarithm: their weights are bounded from above by what a
-// float's bits mean, 2^n (1 + f) >= 2^(n + f), and 1 - u from below by its first 24 bits.
+// Of `count` tokens from an even one on, 1 - u as its first 24 bits have it, which is no more. One more is written where count is odd.
+void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
+  const auto bound = [](uint32_t word) { return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f; };
+  for (int32_t i = 0; i < count; i += 2) {
+    const auto words = words_of((first + i) / 2);
+    spare[i] = bound(words[0]), spare[i + 1] = bound(words[2]);
+  }
+}
+
+void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
+  spare.resize(static_cast<size_t>(vocab_size) + 1);
+  find_spare(0, vocab_size, spare.data());
+  spare_ = spare.data();
+}
+
+// As see, a few at a time.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best, double temperature) {
   constexpr int32_t kSome = 128;
-  constexpr float kOne = 127.0f, kUnit = 8388608.0f;  // the exponent of 1, and the bits of a step of the exponent
-  const auto slope = static_cast<float>(std::min(1.4426950408889634 / temperature, 1e30));
-  std::array<int32_t, kSome> bits;
-  std::array<float, kSome> spare;
+  const auto slope = static_cast<float>(std::min(kLog2E / temperature, 1e30));
+  std::array<float, kSome> weights, spare;
   for (int32_t from = first / 2 * 2; from < last; from += kSome) {
     const int32_t count = std::min(kSome, last - from), skipped = std::max(0, first - from);
+    for (int32_t i = skipped; i < count; ++i) weights[static_cast<size_t>(i)] = exp_bound((logits[from + i] - best) * slope);
+    find_spare(from, count, spare.data());
+    const auto scale = static_cast<float>(std::min(scale_ * 1.0001, 1e30));
     for (int32_t i = skipped; i < count; ++i) {
-      const float power = (logits[from + i] - best) * slope + kOne;
-      bits[static_cast<size_t>(i)] = static_cast<int32_t>((power > 0 ? power : 0) * kUnit);
-    }
-    for (int32_t i = 0; i < count; i += 2) {
-      const auto words = words_of((from + i) / 2);
-      spare[static_cast<size_t>(i)] = static_cast<float>(static_cast<int32_t>(~words[0] >> 8)) * 0x1p-24f;
-      spare[static_cast<size_t>(i) + 1] = static_cast<float>(static_cast<int32_t>(~words[2] >> 8)) * 0x1p-24f;
-    }
-    // Some for what is rounded above: a thousandth of a weight, or of the smallest that has an exponent.
-    const auto scale = static_cast<float>(std::min(scale_ * 1.001, 1e30));
-    for (int32_t i = skipped; i < count; ++i) {
-      float bound;
-      std::memcpy(&bound, &bits[static_cast<size_t>(i)], sizeof bound);
-      if (spare[static_cast<size_t>(i)] > (bound + 1e-37f) * scale) continue;
+      if (spare[static_cast<size_t>(i)] > weights[static_cast<size_t>(i)] * scale) continue;
       const double behind = (static_cast<double>(logits[from + i]) - static_cast<double>(best)) / temperature;
-      if (behind >= -kFarthest) see(from + i, behind, std::exp(behind));
+      if (behind >= -kFarthest) see(from + i, behind);
     }
   }
 }
@@ -126,7 +143,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, co
   const Tempered tempered{logits, best, sampling.temperature};
   const bool is_cut = sampling.top_k > 0 || sampling.top_p < 1;
   Winner winner(key);
-  winner.see(best, 0, 1);
+  winner.see(best, 0);
   if (!is_cut) {
     winner.see_row(logits, 0, left_out, logits[best], sampling.temperature);
     winner.see_row(logits, left_out + 1, vocab_size, logits[best], sampling.temperature);
@@ -140,7 +157,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, co
     sum += weight;
     second = std::max(second, weight);
     if (told == Told::entropy) product += weight * tempered(token);
-    if (is_cut) winner.see(token, tempered(token), weight);
+    if (is_cut) winner.see(token, tempered(token));
   };
   if (is_cut) {
     cut(logits, sampling);

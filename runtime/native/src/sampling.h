@@ -34,8 +34,9 @@ class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
 
-  // weight: the exponential of the token's log weight, above 0 unless it cannot win.
-  void see(int32_t token, double log_weight, double weight);
+  void see(int32_t token, double log_weight);
+  // Makes `see` quicker for most of the tokens below vocab_size: worth it where many of them are shown. `spare` outlives it.
+  void prepare(int32_t vocab_size, std::vector<float>& spare);
   // The tokens [first, last), whose log weights, at most 0, are (logits[token] - best) / temperature. best: of tokens seen before.
   void see_row(const float* logits, int32_t first, int32_t last, float best, double temperature);
   int32_t token() const { return token_; }
@@ -43,17 +44,21 @@ class Winner {
  private:
   double uniform(int32_t token);
   std::array<uint32_t, 4> words_of(int32_t pair) const;
+  void find_spare(int32_t first, int32_t count, float* spare) const;
 
   const DrawKey key_;
   std::array<uint32_t, 4> words_{};
   int32_t pair_ = -1, token_ = 0;
+  const float* spare_ = nullptr;  // by token, no more than 1 - u; NULL: unknown
   double best_ = -std::numeric_limits<double>::infinity(), scale_ = std::numeric_limits<double>::infinity();
 };
 
-// The last token that is drawn from, by descending logits and then by ids.
+// The last token that is drawn from, by descending logits and then by ids; the default is none, which keeps all.
 struct Cut {
-  float logit;
-  int32_t token;
+  float logit = -std::numeric_limits<float>::infinity();
+  int32_t token = std::numeric_limits<int32_t>::max();
+
+  bool is_one() const { return token < std::numeric_limits<int32_t>::max(); }
 
   bool keeps(float other_logit, int32_t other) const { return other_logit > logit || (other_logit == logit && other <= token); }
 };

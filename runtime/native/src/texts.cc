@@ -35,7 +35,7 @@ class LogSum {
 double Texts::weigh(int32_t token) const {
   if (place_->logits == nullptr) return 0;
   const float logit = place_->logits[token];
-  const double weight = (static_cast<double>(logit) - static_cast<double>(place_->logits[place_->best])) / sampling_.temperature;
+  const double weight = (static_cast<double>(logit) - best_) * slope_;
   return (weight > kLeast ? weight : kLeast) + (layer_->cut.keeps(logit, token) ? 0 : kCutOff);
 }
 
@@ -46,11 +46,24 @@ double Texts::weigh_class(int32_t number) {
   const auto last = automaton_.class_tokens.begin() + automaton_.class_starts[at(number) + 1];
   sum = {std::log(static_cast<double>(last - first)), weighing_};
   if (place_->logits == nullptr) return sum.weight;
+  if (!layer_->cut.is_one()) return sum.weight = weigh_whole(first, last);
   double largest = kNever;
   for (auto token = first; token != last; ++token) largest = std::max(largest, weigh(*token));
   LogSum total(largest);
   for (auto token = first; token != last; ++token) total.add(weigh(*token));
   return sum.weight = total.value();
+}
+
+// weigh_class where nothing is cut, so that the highest logit has the largest weight.
+double Texts::weigh_whole(Tokens first, Tokens last) const {
+  const float* const logits = place_->logits;
+  float highest = -std::numeric_limits<float>::infinity();
+  for (auto token = first; token != last; ++token) highest = std::max(highest, logits[*token]);
+  const double most = static_cast<double>(highest), largest = std::max((most - best_) * slope_, kLeast);
+  if (largest == kLeast) return largest + std::log(static_cast<double>(last - first));  // of those that are ruled out, all are alike
+  LogSum total(0);
+  for (auto token = first; token != last; ++token) total.add((static_cast<double>(logits[*token]) - most) * slope_);
+  return largest + total.value();
 }
 
 double Texts::weigh_group(int32_t group) {
@@ -76,6 +89,8 @@ void Texts::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
+  slope_ = 1 / sampling_.temperature;
+  best_ = place_->logits == nullptr ? 0 : static_cast<double>(place_->logits[place_->best]);
 }
 
 bool Texts::sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, const Sampling& sampling) {
@@ -97,7 +112,7 @@ bool Texts::sum(int32_t state, const std::vector<Place>& places, const std::vect
     weigh_place(i);
     Layer& layer = *layer_;
     layer.ahead.clear(), layer.groups.clear();
-    layer.cut = {-std::numeric_limits<float>::infinity(), automaton_.vocab_size};
+    layer.cut = {};
     if (is_cut && place_->token < 0 && place_->logits != nullptr)
       layer.cut = sampler_.find_cut(place_->logits, automaton_.vocab_size, left_out_, sampling);
     for (const int32_t from : ways_.before(i)) {
@@ -128,6 +143,19 @@ void Texts::each_token(int32_t group, See see) const {
   }
 }
 
+// On all edges of a state, as often as they stand there.
+int64_t Texts::count_tokens(int32_t state) const {
+  int64_t count = 0;
+  for (int32_t edge = automaton_.edge_starts[at(state)]; edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
+    const int32_t group = automaton_.edge_groups[at(edge)];
+    for (int32_t member = automaton_.group_starts[at(group)]; member < automaton_.group_starts[at(group) + 1]; ++member) {
+      const int32_t number = automaton_.group_classes[at(member)];
+      count += automaton_.class_starts[at(number) + 1] - automaton_.class_starts[at(number)];
+    }
+  }
+  return count;
+}
+
 void Texts::draw(const DrawKey& key, std::vector<int32_t>& tokens) {
   // The most likely token has a share of one in V at least.
   const double farthest = kFarthest + std::log(static_cast<double>(automaton_.vocab_size));
@@ -139,12 +167,13 @@ void Texts::draw(const DrawKey& key, std::vector<int32_t>& tokens) {
     for (size_t to = 0; to < behind.size(); ++to) ahead_[at(behind[to])] = layers_[i + 1].ahead[to];
     const double all = layer_->ahead[static_cast<size_t>(std::lower_bound(met.begin(), met.end(), state) - met.begin())];
     Winner winner({key.seed, key.step, key.position + static_cast<uint32_t>(i)});
+    if (place_->token < 0 && count_tokens(state) > automaton_.vocab_size / 2) winner.prepare(automaton_.vocab_size, spare_);
     for (int32_t edge = automaton_.edge_starts[at(state)]; place_->token < 0 && edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
       const double ahead = ahead_[at(automaton_.edge_states[at(edge)])] - all;
       if (ahead > kNever)
         each_token(automaton_.edge_groups[at(edge)], [&](int32_t token) {
           const double weight = weigh(token) + ahead;
-          if (weight > -farthest) winner.see(token, weight, std::exp(weight));
+          if (weight > -farthest) winner.see(token, weight);
         });
     }
     tokens.push_back(place_->token < 0 ? winner.token() : place_->token);

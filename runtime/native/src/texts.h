@@ -37,6 +37,7 @@ class Texts {
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all, std::vector<Marginal>& marginals);
 
  private:
+  using Tokens = std::vector<int32_t>::const_iterator;
   // Of a class or a group at a place: the logarithm of its tokens' sum.
   struct Sum {
     double weight;
@@ -56,7 +57,9 @@ class Texts {
   void weigh_place(size_t place);
   double weigh(int32_t token) const;
   double weigh_class(int32_t number);
+  double weigh_whole(Tokens first, Tokens last) const;
   double weigh_group(int32_t group);
+  int64_t count_tokens(int32_t state) const;
   void spread(double mass, int32_t state, double all);
   Marginal marginal(int32_t token, bool with_all);
   template <class See>
@@ -72,8 +75,10 @@ class Texts {
   std::vector<Layer> layers_;  // by place, and one behind the last
   const Place* place_ = nullptr;  // that is being weighed, with its layer
   Layer* layer_ = nullptr;
+  double best_ = 0, slope_ = 1;   // its best logit, and what logits are multiplied by
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
+  std::vector<float> spare_;                     // a draw's Winner's
   std::vector<double> terms_;                    // by edge of a state
   std::vector<double> ahead_;                    // by state, behind the place
   std::vector<double> mass_, mass_behind_;       // by state: how likely it is before the place, and behind it
