@@ -106,6 +106,14 @@ def test_a_time_for_passes_is_refused_where_requests_take_turns() -> None:
         bundle.scheduler(max_pass_ms=5, cost=PassCost(1, 1, 0, 0))
 
 
+def test_the_last_step_wakes_who_waits_for_events(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlm_runtime.scheduler.EVENT_WAIT_S", 600.0)
+    with demo.scheduler() as scheduler:
+        for _ in range(20):
+            *_, last = scheduler.submit(prompt="play jazz", max_new_tokens=16, preset="fast-dllm", events=True)
+            assert last.done
+
+
 def test_what_fails_as_a_step_is_told_ends_its_request_and_is_its_cause(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"prompt": "play jazz", "max_new_tokens": 16, "preset": "llada"}
     with demo.scheduler() as scheduler:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 20  # of a file that bench wrote
 WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
+EVENT_WAIT_S = 0.02  # and at whether a request that tells of its steps has ended without one: cancelled, late, failed
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Job:
         self._library, self._request = _native.library(), request
         self._handle = C.c_void_p()
         self._stream = request.text_stream() if events or request.stop_strings else None
-        self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
+        self._events: queue.SimpleQueue[Event | None] | None = queue.SimpleQueue() if events else None
         self._result: Generation | None = None
         self._error: Exception | None = None  # of what was made of its steps
         if events or self._stream is not None:
@@ -146,9 +147,12 @@ class Job:
             raise RequestError("this job has no events: submit it with events=True")
         while not self.done or not self._events.empty():
             try:
-                yield self._events.get(timeout=WAIT_S)
+                event = self._events.get(timeout=EVENT_WAIT_S)
             except queue.Empty:
                 continue
+            if event is None:
+                break
+            yield event
         result = self.result()
         length = len(result.tokens)
         told = 0 if self._stream is None else len(self._stream.text)
@@ -169,6 +173,8 @@ class Job:
     def _step(self, view: _native.Step) -> None:
         """On the thread that makes the passes. The last step is told with the result, in ``__iter__``."""
         if view.done:
+            if self._events is not None:
+                self._events.put(None)  # wakes who waits
             return
         canvas = view.canvas[: view.length]
         undecided = [token == self._request.bundle.mask_token_id for token in canvas]

@@ -89,7 +89,7 @@ void Texts::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
-  slope_ = 1 / sampling_.temperature;
+  slope_ = std::min(1 / sampling_.temperature, 1e300);
   best_ = place_->logits == nullptr ? 0 : static_cast<double>(place_->logits[place_->best]);
 }
 
