@@ -456,7 +456,8 @@ typedef struct dlm_scheduler_options {
                            the longest canvas takes if that is more */
   double max_pass_ms;      /* that a pass which several share is expected to take (0: any time). A request begins when a pass over the
                               blocks of all that run and its own is expected to stay within it, or when none runs */
-  dlm_pass_cost cost;      /* by which it is expected, and dlm_scheduler_stats' expected_s counted */
+  dlm_pass_cost cost;      /* by which it is expected, times what the last passes took of that where it was more; expected_s of
+                              dlm_scheduler_stats counts by it alone */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init_sized(dlm_scheduler_options *options, size_t struct_size);
 #define dlm_scheduler_options_init(options) dlm_scheduler_options_init_sized(options, sizeof(dlm_scheduler_options))

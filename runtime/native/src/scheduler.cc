@@ -154,7 +154,7 @@ bool Scheduler::has_room(const Job& job) const {
   if (options_.most_ms > 0 && !running_.empty()) {
     const double before = std::accumulate(running_.begin(), running_.end(), options_.cost.pass,
                                           [](double sum, const auto& one) { return sum + one->usual_ms_; });
-    if (before + job.usual_ms_ > options_.most_ms) return false;
+    if (before + job.usual_ms_ > most_ms()) return false;
   }
   return arena_ ? arena_->has_room(Member::rows_of(request)) : rows_taken_ + rows_needed(request) <= options_.rows;
 }
@@ -247,7 +247,7 @@ std::vector<std::shared_ptr<Job>> Scheduler::choose() {
   std::vector<std::shared_ptr<Job>> chosen;
   shared_.emplace(denoiser_, *arena_);
   for (const std::shared_ptr<Job>& job : order)
-    if (shared_->add(*job->member_, {options_.most_tokens, options_.most_ms, options_.cost})) chosen.push_back(job);
+    if (shared_->add(*job->member_, {options_.most_tokens, most_ms(), options_.cost})) chosen.push_back(job);
   return chosen;
 }
 
@@ -255,6 +255,7 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   ++passes_;
   for (const std::shared_ptr<Job>& job : chosen) job->served_ = passes_;
   const int32_t before = stats_.nfe;
+  const double seconds_before = stats_.prefill_s + stats_.passes_s;
   try {
     const Stopwatch total(stats_.total_s);
     if (arena_) shared_->run(buffers_, stats_, counts_, [&](size_t number) { fail_with_thrown(*chosen[number]); });
@@ -262,13 +263,15 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   } catch (...) {
     for (const std::shared_ptr<Job>& job : chosen) fail_with_thrown(*job);
   }
+  const double seconds = stats_.prefill_s + stats_.passes_s, expected_s = arena_ ? options_.cost.of(shared_->load()) / 1000 : 0;
+  if (expected_s > 0) note_pace((seconds - seconds_before) / expected_s);
   {
     const std::lock_guard<std::mutex> lock(board_->mutex);
     told_.passes += stats_.nfe - before;
     told_.shares += static_cast<int64_t>(chosen.size());
     told_.busy_s = stats_.total_s;
-    told_.passes_s = stats_.prefill_s + stats_.passes_s;
-    if (arena_ && options_.cost.is_known()) told_.expected_s += options_.cost.of(shared_->load()) / 1000;
+    told_.passes_s = seconds;
+    told_.expected_s += expected_s;
     told_.cache_bytes = stats_.cache_bytes;
   }
   for (const std::shared_ptr<Job>& job : chosen) {
@@ -281,6 +284,12 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
       fail_with_thrown(*job);
     }
   }
+}
+
+// A mean over about the last ten passes, in which none that was held up counts much; quicker ones are not counted on.
+void Scheduler::note_pace(double times) {
+  constexpr double kShare = 0.1, kMost = 4;
+  pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));
 }
 
 void Scheduler::pass_alone(Job& job) {

@@ -111,6 +111,8 @@ class Scheduler {
  private:
   using Jobs = std::list<std::shared_ptr<Job>>;
 
+  double most_ms() const { return options_.most_ms / pace_; }  // by the cost
+  void note_pace(double times);
   bool has_room(const Job& job) const;
   void settle();
   void end_what_must();
@@ -135,6 +137,7 @@ class Scheduler {
   int64_t rows_taken_ = 0;
   bool is_running_ = false, is_stopping_ = false;
   uint64_t passes_ = 0;
+  double pace_ = 1;  // how many times as long as the cost says passes take here and now, 1 at least
   dlm_stats stats_{};
   dlm_pass_counts counts_{};
   dlm_scheduler_stats told_{};  // under the board's mutex

@@ -4,6 +4,7 @@
 // Compiled together with the core's sources, as its classes are hidden in the library. Prints "N passed, N failed".
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -52,6 +53,7 @@ class Summing final : public dlm::HostEngine {
   // What its passes cost by this: together, and the costliest one that several requests shared.
   void count_by(const dlm::PassCost& cost) { cost_ = cost; }
   double cost() const { return spent_; }
+  void take(std::chrono::microseconds time) { time_ = time; }  // a pass, at least
   double costliest_shared() const { return costliest_shared_; }
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
@@ -61,6 +63,7 @@ class Summing final : public dlm::HostEngine {
       for (int64_t b = 0; b < pass.batch; ++b) parts.push_back({0, pass.cached, 0, pass.tokens});
     most_requests_ = std::max<int64_t>(most_requests_, static_cast<int64_t>(parts.size()));
     count(pass, parts);
+    std::this_thread::sleep_for(time_);
     for (size_t number = 0; number < parts.size(); ++number) {
       const int64_t b = segments.empty() ? static_cast<int64_t>(number) : 0;
       keep(pass, b, parts[number]);
@@ -158,6 +161,7 @@ class Summing final : public dlm::HostEngine {
   int64_t most_requests_ = 0;
   dlm::PassCost cost_{};
   double spent_ = 0, costliest_shared_ = 0;
+  std::chrono::microseconds time_{0};
 };
 
 dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
@@ -314,18 +318,26 @@ void test_admission_by_cost() {
   policy.cache = "dual";
   policy.block_length = 4;
   const Wish wish{dlm::check_policy(policy), std::vector<int32_t>(8, kMask), {}};
-  const auto most_running = [&](double most_ms) {
-    dlm::Scheduler scheduler(of, engine, {8, 100, 1 << 20, 2000, most_ms, {1, 1, 0, 0}});
+  int64_t passes = 0;
+  const auto most_running = [&](double most_ms, double token_ms = 1) {
+    dlm::Scheduler scheduler(of, engine, {8, 100, 1 << 20, 2000, most_ms, {token_ms, token_ms, 0, 0}});
     for (int i = 0; i < 8; ++i) scheduler.submit(wish.make(of, engine), {});
     int32_t most = 0;
     scheduler.run(true, [&] { most = std::max(most, scheduler.told().running); });
     CHECK(scheduler.told().finished == 8);
+    passes = scheduler.told().passes;
     return most;
   };
   CHECK(most_running(0) == 8);
   CHECK(most_running(13) == 3);  // four tokens of a block each, and one millisecond
   CHECK(most_running(12.9) == 2);
   CHECK(most_running(0.1) == 1);
+  // Passes that take several times as long as their cost says are of fewer requests before long.
+  CHECK(most_running(130, 10) == 3);
+  const int64_t before = passes;
+  engine.take(std::chrono::milliseconds(4));
+  CHECK(most_running(1.3, 0.1) == 3);
+  CHECK(passes > before);
 }
 
 // A pass that fails fails those that took part in it, with its sentence, and nobody else.
