@@ -77,6 +77,13 @@ def test_run_prints_json_for_machines(llada_bundle: Path) -> None:
     assert told["timings_s"]["total"] > 0
 
 
+def test_the_newline_that_ends_a_prompt_on_stdin_is_none_of_it(demo_bundle: Path) -> None:
+    arguments = ("run", demo_bundle, "--preset", "fast-dllm", "--max-new-tokens", 32, "--threads", 1, "--json", "--prompt")
+    by_name = json.loads(invoke(*arguments, "play jazz").stdout)
+    assert json.loads(invoke(*arguments, "-", text="play jazz\n").stdout)["tokens"] == by_name["tokens"]
+    assert json.loads(invoke(*arguments, "-", text="play jazz\n\n").stdout)["prompt_tokens"] > by_name["prompt_tokens"]
+
+
 def test_watch_draws_on_stderr_and_prints_the_result_on_stdout(llada_bundle: Path) -> None:
     command = [sys.executable, "-m", "dlm_export.cli", "run", str(llada_bundle), "--tokens", "1,2", "--max-new-tokens", "4"]
     done = subprocess.run([*command, "--watch", "--delay", "0"], capture_output=True, text=True, timeout=60, check=True)

@@ -32,7 +32,7 @@ from dlm_runtime import Generation
 
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--prompt", help="Text in front of the canvas; - reads stdin.")
+@click.option("--prompt", help="Text in front of the canvas; - reads stdin, but for the newline at its end.")
 @conversation_options
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
 @click.option("--infill", help="Text with holes, each written <mask>, which are filled.")
@@ -116,7 +116,7 @@ def run(
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes) | tools
     if prompt is not None:
-        request |= {"prompt": sys.stdin.read() if prompt == "-" else prompt, "prefix": prefix}
+        request |= {"prompt": sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt, "prefix": prefix}
     elif conversation is not None:
         request |= {"chat": conversation, "prefix": prefix}
     elif infill is not None:
