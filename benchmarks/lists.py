@@ -4,7 +4,7 @@
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
 Each line of the file has a `prompt`. Told are medians and quartiles over the rounds, and how many canvases are not the first
-way.s. With `--effort` ways are the bundle's levels, and the quicker levels' loops with blocks stored by passes of their own.
+way's. With `--effort` ways are the bundle's levels, and the quicker levels' loops with blocks stored by passes of their own.
 """
 
 from __future__ import annotations
