@@ -37,9 +37,9 @@ def automaton(expression: str) -> tuple[dict[int, dict[int, int]], set[int], int
     # With one token per byte, the index is the byte automaton.
     vocabulary = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     # Check that the expression is whole: one that closes our group, or ends in a comment, would change what is around it.
-    # \b is never supported, so the library rejects this unless a comment hides the \b.
+    # \b of Unicode is never supported, so the library rejects this unless a comment hides it.
     try:
-        Index(expression + r"|\b", vocabulary)
+        Index(expression + r"|(?u:\b)", vocabulary)
     except ValueError as err:
         if "word boundaries" not in str(err):
             raise

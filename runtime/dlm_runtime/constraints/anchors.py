@@ -50,7 +50,7 @@ def without_start_anchors(expression: str) -> str:
         if letter == "\\" and (escape := _ESCAPE.match(expression, at)):
             at = escape.end()
         elif letter == "[":
-            at = _behind_class(expression, at)
+            at = _behind_class(expression, at, "x" in group.flags)
         elif letter == "#" and "x" in group.flags:
             at += len(expression[at:].partition("\n")[0])
         elif flags := _FLAGS.match(expression, at):
@@ -87,18 +87,20 @@ def without_start_anchors(expression: str) -> str:
     return "".join(written)
 
 
-def _behind_class(expression: str, at: int) -> int:
-    """The place after the character class that starts at ``at``; classes can contain classes."""
+def _behind_class(expression: str, at: int, is_verbose: bool) -> int:
+    """The place after the character class that starts at ``at``. Classes can contain classes, and with the flag x comments."""
+    skipped = re.compile(r"(?:\s|#[^\n]*)*" if is_verbose else "")
+    first = re.compile(rf"{skipped.pattern}\^?{skipped.pattern}\]?")  # a ] at the start is a character
     depth = 0
     while at < len(expression):
-        letter = expression[at]
+        at = skipped.match(expression, at).end()  # type: ignore[union-attr]  # it matches the empty text as well
+        letter = expression[at : at + 1]
         at += 1
         if letter == "\\":
             at += 1
         elif letter == "[":
             depth += 1
-            at += expression[at : at + 1] == "^"
-            at += expression[at : at + 1] == "]"  # the first one is a character
+            at = first.match(expression, at).end()  # type: ignore[union-attr]
         elif letter == "]":
             depth -= 1
             if not depth:

@@ -189,7 +189,8 @@ class _Reader:
             point = int(digits, 16) if len(digits) == count and 0 < count <= 6 and digits.isalnum() else -1
         except ValueError:
             point = -1
-        if not any(low <= point <= high for low, high in ALL):
+        # NUL can be named, in a class to leave it out, though no text has it.
+        if point and not any(low <= point <= high for low, high in ALL):
             self.refuse("an escape that names no character")
         self.at += count
         return point
