@@ -25,8 +25,9 @@ MAGIC = b"DLMAUTO\x01"
 _HEADER = struct.Struct("<8s6i32s")
 MADE_OF = slice(_HEADER.size - 32, _HEADER.size)  # where the file says what it was made of
 _ARRAYS = ("token_class", "group_starts", "group_classes", "edge_starts", "edge_states", "edge_groups", "distances")
-_ROWS_PER_EDGE = 16  # of the walk and of the groups, as a multiple of the limit of edges
-_ROW_BYTES = 64  # memory that a row of the walk takes until the automaton is assembled
+# The walk over the tokens, and the groups, may have this many times as many rows as the limit of edges.
+_ROWS_PER_EDGE = 16
+_ROW_BYTES = 64  # Peak memory for one row of the walk.
 _ENCODED_BYTES = 96  # of the text that can follow a state, the tokenizer is asked about so many
 
 
@@ -86,8 +87,8 @@ def compile_automaton(
 ) -> Automaton:
     """The automaton of token ids below ``vocab_size`` whose texts ``texts`` accepts.
 
-    Where a text may end, any number of ``ends`` may follow. ``budget`` is the time left, None for all of ``limits``. Raises
-    RequestError when no tokens make such a text, and when a limit is reached.
+    Where a text may end, any number of ``ends`` may follow. ``budget`` is the time left; the default is all of ``limits``.
+    Raises RequestError when no tokens make such a text, and when a limit is reached.
     """
     budget = budget or Budget(limits)
     kinds, _ = texts.alphabet

@@ -141,7 +141,7 @@ def byte_automaton(
     """The texts that match ``expression`` as a whole, as UTF-8. Texts with a NUL are left out.
 
     ``is_of_json``: ``expressions.CHARACTER`` in it has its meaning; otherwise it is an expression of a user, with anchors.
-    ``budget`` is the time left, None for all of ``limits``. Raises RequestError for an expression that is not valid, that
+    ``budget`` is the time left; the default is all of ``limits``. Raises RequestError for an expression that is not valid, that
     matches no text, or that reaches a limit; DlmError without outlines-core.
     """
     budget = budget or Budget(limits)
@@ -260,7 +260,7 @@ def _kinds(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _minimised(table: np.ndarray, accepting: np.ndarray, first: int, budget: Budget) -> ByteAutomaton | None:
-    """The smallest automaton of the same texts, its states in breadth-first order; None: there is no text."""
+    """The smallest automaton of the same texts, its states in breadth-first order. Returns None if it accepts no text."""
     kinds, first_bytes = _kinds(table)
     budget.check_memory(64 * len(table) * len(first_bytes))
     columns = table[:, first_bytes]

@@ -21,7 +21,7 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 2  # of what is kept: raised when the same constraint makes another automaton
+_FORMAT = 2  # Version of cached files. Raise it when the same constraint compiles to another automaton.
 
 
 class Constraint:

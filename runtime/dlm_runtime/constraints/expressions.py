@@ -23,8 +23,8 @@ FRACTION_DIGITS = 6  # of bounded numbers: with nine before the point they stay 
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}  # JSON's escapes of one letter
 _WRITTEN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000, 0x10FFFF))
-# Any one character of a string. NUL stands for it, which no text has: quote() rejects NUL, and JSON escapes it. The automaton
-# gets how the character is written, since outlines-core takes up to 10 ms for every place that spells it.
+# A placeholder for any one character of a string. It is NUL, and no text has a NUL: quote() rejects it, and JSON escapes it.
+# byte_automaton replaces it, since outlines-core takes up to 10 ms for every place that spells out the characters.
 CHARACTER = r"\x{0}"
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 
