@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
 
 from dlm_runtime.constraints.automaton import Automaton, compile_automaton
-from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
 # What JSON is written with, pieces of these, and bytes that are no characters by themselves.
@@ -49,3 +50,30 @@ def following(automaton: Automaton, state: int, token: int) -> int:
         if automaton.token_class[token] in members:
             return int(automaton.edge_states[edge])
     return -1
+
+
+def drawn_texts(texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False) -> set[str]:
+    """Random texts that an automaton accepts, its shortest among them; fewer than ``count`` where it has fewer."""
+    table = texts.table[:, :128] if is_ascii else texts.table
+    distance = np.where(texts.accepting, 0, len(table))
+    while True:  # the fewest bytes to an accepting state
+        near = np.where(table >= 0, distance[table], len(table)).min(axis=1) + 1
+        if (near >= distance).all():
+            break
+        distance = np.minimum(distance, near)
+    found = set[str]()
+    for number in range(count if distance[0] < len(table) else 0):
+        state, text, length = 0, bytearray(), source.choice((0, 1, 2, 4, 8, 20)) if number else 0
+        while not (texts.accepting[state] and (len(text) >= length or (table[state] < 0).all())):
+            steps = np.nonzero((table[state] >= 0) & (distance[table[state]] < len(table)))[0].tolist()
+            if len(text) >= length:
+                least = min(distance[table[state, step]] for step in steps) if steps else 0
+                steps = [step for step in steps if distance[table[state, step]] == least]
+            if not steps:
+                break
+            step = source.choice(steps)
+            text.append(step)
+            state = int(table[state, step])
+        if texts.accepting[state]:
+            found.add(text.decode())
+    return found

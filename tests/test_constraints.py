@@ -115,16 +115,16 @@ def test_characters_of_strings_are_what_json_writes() -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("a^b", "^regex: no text matches it$"),
-        ("^(on|off)$", "^regex: it has an anchor, .* leave it out, texts match as a whole$"),
+        ("a^b", r"^regex: the anchor \^ at character 1 is not supported there: "),
+        ("a$b|c", r"^regex: no text matches it, or it has an anchor \(\$\) where some branch cannot match$"),
         ("(a", "^regex: not one that can be compiled .*a bracket that is not closed, look-around or a back-reference"),
         ("a)|(b", "^regex: not one that can be compiled "),
         ("(?x)a # ", "^regex: not one that can be compiled "),
         (r"\bword", "word boundaries"),
         ("(?=a)a", "^regex: not one that can be compiled "),
         ("a\ud800", "^regex: half a character at 1: "),
-        ("(?:a|b)*a(?:a|b){9}", "^regex: its automaton has 1024 states, more than 500: make counts smaller, or raise states$"),
-        ("(?:a|b)*a(?:a|b){14}", "^regex: its automaton has [0-9]+ states, more than 500: "),
+        ("(?:a|b)*a(?:a|b){9}", "^regex: its automaton has more than 500 states: make counts smaller, or raise states$"),
+        ("(?:a|b)*a(?:a|b){14}", "^regex: its automaton has more than 500 states: "),
     ],
 )
 def test_expressions_that_cannot_be_compiled_say_why(expression: str, message: str) -> None:

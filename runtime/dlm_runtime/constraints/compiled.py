@@ -15,13 +15,13 @@ from pathlib import Path
 
 from dlm_runtime import _native
 from dlm_runtime.constraints.automaton import MADE_OF, compile_automaton
-from dlm_runtime.constraints.byte_automaton import CompileLimits, between, byte_automaton
+from dlm_runtime.constraints.byte_automaton import Budget, CompileLimits, between, byte_automaton
 from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.errors import BundleError, DlmError, RequestError
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 1  # of what is kept: raised when the same constraint makes another automaton
+_FORMAT = 2  # Version of cached files. Raise it when the same constraint compiles to another automaton.
 
 
 class Constraint:
@@ -74,10 +74,11 @@ def compile_constraint(
     path = None if folder is None else folder / f"{key.hex()}.automaton"
     if path is not None and (kept := _kept(path, key)) is not None:
         return kept
-    texts = byte_automaton(expression, limits, is_of_json)
+    budget = Budget(limits)
+    texts = byte_automaton(expression, limits, is_of_json, budget)
     if any(given):
-        texts = between(texts, *given)
-    data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits).as_bytes(key)
+        texts = between(texts, *given, budget)
+    data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits, budget).as_bytes(key)
     if path is not None:
         _keep(path, data)
     return Constraint(data)
