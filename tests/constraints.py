@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
 
 from dlm_runtime.constraints.automaton import Automaton, compile_automaton
-from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
 # What JSON is written with, pieces of these, and bytes that are no characters by themselves.
@@ -49,3 +50,31 @@ def following(automaton: Automaton, state: int, token: int) -> int:
         if automaton.token_class[token] in members:
             return int(automaton.edge_states[edge])
     return -1
+
+
+def drawn_text(texts: ByteAutomaton, source: random.Random, length: int) -> str:
+    """A random text of an automaton: ``length`` random bytes, and then a shortest way to an end."""
+    distances = shortest_ends(texts)
+    state, drawn = 0, bytearray()
+    while True:
+        choices = np.nonzero(texts.table[state] >= 0)[0]
+        if len(drawn) >= length:
+            if distances[state] == 0:
+                return drawn.decode()
+            choices = choices[distances[texts.table[state, choices]] < distances[state]]
+        elif texts.accepting[state] and (not len(choices) or source.random() < 0.2):
+            return drawn.decode()
+        byte = int(choices[source.randrange(len(choices))])
+        drawn.append(byte)
+        state = int(texts.table[state, byte])
+
+
+def shortest_ends(texts: ByteAutomaton) -> np.ndarray:
+    """The fewest bytes from each state to an accepting one; all states of a ByteAutomaton have such an end."""
+    distances = np.where(texts.accepting, 0, len(texts.table))
+    while True:
+        following = np.where(texts.table >= 0, distances[texts.table], len(texts.table)).min(axis=1)
+        closer = np.minimum(distances, following + 1)
+        if np.array_equal(closer, distances):
+            return distances
+        distances = closer
