@@ -6,7 +6,7 @@ otherwise a reader of ``Conjunction`` rejects it by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,15 +140,15 @@ class Conjunction:
     @property
     def prefix(self) -> int:
         """The number of items at the start that have schemas of their own."""
-        return max((len(_tuple(part)[0]) for part in self.parts), default=0)
+        return max((_prefix(part)[1] for part in self.parts), default=0)
 
     def item(self, index: int) -> list[Part]:
         """What the item at an index must satisfy."""
         found = list[Part]()
         for part in self.parts:
-            prefix, others = _tuple(part)
-            if index < len(prefix):
-                found.append(self.document.child(part, *prefix[index]))
+            keyword, count, others = _prefix(part)
+            if index < count:
+                found.append(self.document.child(part, keyword, index))
             elif others is not None:
                 found.append(self.document.child(part, others))
         return found
@@ -186,12 +186,9 @@ def listed(part: Part, keyword: str) -> list[Any]:
     return part.schema["enum"] if keyword == "enum" else [part.schema["const"]]
 
 
-def _tuple(part: Part) -> tuple[Sequence[tuple[str, int]], str | None]:
-    """The keys of the schemas of an array's first items, and the keyword of all others."""
+def _prefix(part: Part) -> tuple[str, int, str | None]:
+    """The keyword and the number of the schemas of an array's first items, and the keyword of all others."""
     items = part.schema.get("items")
     if isinstance(items, list):  # before Draft 2020-12
-        return [
-            ("items", number) for number in range(len(items))
-        ], "additionalItems" if "additionalItems" in part.schema else None
-    prefix = [("prefixItems", number) for number in range(len(part.schema.get("prefixItems", ())))]
-    return prefix, None if items is None else "items"
+        return "items", len(items), "additionalItems" if "additionalItems" in part.schema else None
+    return "prefixItems", len(part.schema.get("prefixItems", ())), None if items is None else "items"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from referencing._core import Resolver
 
 MOST_PARTS = 20_000  # subschemas that are written, counted each time they are used
-MOST_STEPS = 500_000  # subschemas that a value or a branch is compared with
+MOST_STEPS = 200_000  # subschemas that a value or a branch is compared with
+MOST_TEXT = 16 << 20  # characters of a schema's JSON text
 MOST_SHOWN = 60  # characters of a value in a message
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -96,9 +97,11 @@ class Document:
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
             text.encode("utf-8")
-            found = json.loads(text)  # a copy of plain dicts and lists, in which equal parts are different objects
         except (TypeError, ValueError, RecursionError) as err:
             raise RequestError(f"schema: not JSON ({err})"[:300]) from err
+        if len(text) > MOST_TEXT:
+            raise RequestError(f"schema: its JSON text has more than {MOST_TEXT >> 20} Mi characters: make it smaller")
+        found = json.loads(text)  # a copy of plain dicts and lists, in which equal parts are different objects
         if not isinstance(found, (dict, bool)):
             raise RequestError(f"schema: #: {shown(found)} is not a schema: give an object or a boolean")
         self.draft, self.parts, self.steps = _draft(found), 0, 0

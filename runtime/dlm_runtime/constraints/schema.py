@@ -249,14 +249,15 @@ class _Writer:
             for part in found.having("uniqueItems"):
                 if part.schema["uniqueItems"]:
                     part.refuse("uniqueItems", "is not regular: say maxItems 1, or leave it out")
-        prefix = list[str]()
+        prefix, size = list[str](), 0
         for index in range(found.prefix if high is None else min(found.prefix, high)):
             item = self.inside(found.item(index), level + 1)
             if item is None:
                 high = index
                 break
             prefix.append(item)
-            self.check_size(sum(map(len, prefix)))
+            size += len(item)
+            self.check_size(size)
         if high is not None and low > high:
             return None
         item = None
@@ -270,9 +271,9 @@ class _Writer:
         rest = ""
         if item is not None:
             rest = expressions.repeated(between + item, max(low - len(prefix), 0), None if high is None else high - len(prefix))
-        for number in reversed(range(1, len(prefix))):
-            rest = between + prefix[number] + rest
-            rest = rest if low > number else f"(?:{rest})?"
+        others = ["" if low > number else "(?:" for number in range(1, len(prefix))]
+        rest = "".join(opening + between + each for opening, each in zip(others, prefix[1:], strict=True)) + rest
+        rest += ")?" * others.count("(?:")
         written = start + prefix[0] + rest + end
         return rf"\[{written}\]" if low else rf"\[(?:{written})?\]"
 
