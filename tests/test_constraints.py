@@ -19,6 +19,7 @@ from constraints import Longest, compiled, following, made_up_vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from referencing import Registry
 from schemas import random_document
 
 from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, RequestError, from_callback
@@ -212,7 +213,7 @@ FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 def test_schemas_accept_what_is_valid_and_nothing_else(name: str) -> None:
     texts, validator = (
         texts_of(SCHEMAS[name]),
-        Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER),
+        Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()),
     )
     accepted = [value for value in VALUES if accepts(texts, value)]
     valid = [value for value in VALUES if validator.is_valid(value)]
@@ -408,7 +409,7 @@ def check_random_schemas(count: int, vocabulary: Vocabulary, vocab_size: int, ma
         )
         text = b"".join(vocabulary.tokens[token] or b"" for token in out.tokens[1:] if token not in ends).decode()
         value = json.loads(text)
-        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()).validate(value)
         assert mask not in out.tokens, number
 
 
