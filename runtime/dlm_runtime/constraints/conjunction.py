@@ -93,7 +93,7 @@ class Conjunction:
 
     @property
     def kinds(self) -> frozenset[str] | None:
-        """The kinds of values that the type keywords allow; None if no part has one."""
+        """The kinds of values that the type keywords allow; None without such a keyword."""
         found: frozenset[str] | None = None
         for part in self.having("type"):
             types = part.schema["type"]
@@ -139,11 +139,11 @@ class Conjunction:
 
     @property
     def prefix(self) -> int:
-        """The number of items at the start that have schemas of their own."""
+        """The number of items at the start that have separate schemas."""
         return max((_prefix(part)[1] for part in self.parts), default=0)
 
     def item(self, index: int) -> list[Part]:
-        """What the item at an index must satisfy."""
+        """The schemas of the item at an index."""
         found = list[Part]()
         for part in self.parts:
             keyword, count, others = _prefix(part)
@@ -167,7 +167,7 @@ class Conjunction:
         return list(dict.fromkeys([*listed, *self.required]))
 
     def property(self, name: str) -> list[Part]:
-        """What the value of a property must satisfy."""
+        """The schemas of a property's value."""
         found = list[Part]()
         for part in self.parts:
             if name in part.schema.get("properties", ()):
@@ -177,7 +177,7 @@ class Conjunction:
         return found
 
     def other_properties(self) -> list[Part]:
-        """What the values of properties that no part lists must satisfy."""
+        """The schemas of the values of unlisted properties."""
         return [self.document.child(part, "additionalProperties") for part in self.having("additionalProperties")]
 
 

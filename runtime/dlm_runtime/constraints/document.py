@@ -1,7 +1,7 @@
 """A JSON Schema as a document: its parts, their keywords, and where their references lead.
 
-Nothing is ever retrieved: references lead to places in the document. Keywords are those of Draft 2020-12 and, where ``$schema``
-names an older draft, what that draft says otherwise.
+References lead only to places in the document; other documents are never retrieved. Keywords are read by Draft 2020-12, or by
+the older draft that ``$schema`` names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_TEXT = 16 << 20  # characters of a schema's JSON text
 MOST_SHOWN = 60  # characters of a value in a message
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-# What a value of each type must satisfy. "fraction" is a number that is not an integer.
+# The kinds of values of each type. "fraction" is a number that is not an integer.
 KINDS = {each: frozenset([each]) for each in TYPES} | {"number": frozenset(["integer", "fraction"])}
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 SUPPORTED = {
@@ -86,10 +86,10 @@ def shown(value: Any) -> str:
 
 
 class Document:
-    """A schema with what it may cost: ``spend`` counts parts, ``step`` counts comparisons."""
+    """A schema and the work done for it: ``spend`` counts parts, ``step`` counts comparisons."""
 
     def __init__(self, schema: Any) -> None:
-        """Raises RequestError for what is not JSON, or not a schema."""
+        """Raises RequestError if ``schema`` is not JSON or not a schema."""
         from referencing import Registry
 
         if isinstance(schema, str):
@@ -197,7 +197,7 @@ class Document:
         return keyword == "items" and self.draft < _DRAFT_2020 and isinstance(value, list)
 
     def _warn_of_misspelled(self, part: Part, keyword: str) -> None:
-        if keyword.startswith("x-") or len(keyword) > max(map(len, _CONSTRAINING)) + 2:
+        if not keyword[:1].isalpha() or keyword.startswith("x-") or len(keyword) > max(map(len, _CONSTRAINING)) + 2:
             return
         close = [(_distance(keyword, known), known) for known in _CONSTRAINING if len(known) > 3]
         distance, known = min(close)

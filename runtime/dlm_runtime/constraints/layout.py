@@ -14,9 +14,9 @@ class Layout:
     Args:
         item_separator: Text between items of an array and between properties of an object, as in ``json.dumps``.
         key_separator: Text between a property's name and its value, as in ``json.dumps``.
-        indent: Spaces per level. Items and properties are then on lines of their own, as ``json.dumps(indent=...)`` writes
-            them. None: no line breaks.
-        has_lines: If the whole text is an array, each of its items is on a line of its own, without indentation.
+        indent: Spaces per level. Each item and property then has its own line, as ``json.dumps(indent=...)`` writes
+            them. By default, there are no line breaks.
+        has_lines: If the whole text is an array, each of its items has its own line, without indentation.
     """
 
     item_separator: str = ","
@@ -27,7 +27,7 @@ class Layout:
     def around(self, level: int, is_array: bool) -> tuple[str, str, str]:
         """The text after the opening bracket, between two items, and before the closing bracket.
 
-        ``level`` is the number of containers around this one. Empty containers have none of the three.
+        ``level`` is the number of containers around this one. Empty containers have no such text.
         """
         if self.indent is not None:
             inner, outer = "\n" + " " * (self.indent * (level + 1)), "\n" + " " * (self.indent * level)

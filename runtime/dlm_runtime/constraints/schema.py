@@ -1,13 +1,14 @@
 """JSON Schema as a regular expression over JSON text of a layout.
 
-A schema's assertions are kept, or rejected by name: a text that matches is always valid. Not every valid text matches: objects
-have their properties in the schema's order and only those that it lists, strings use the short escapes, and white space is what
-the layout says. Draft 2020-12; https://json-schema.org/draft/2020-12/json-schema-validation names the keywords.
+A schema's assertions are kept, or rejected by name: a text that matches is always valid. But some valid texts do not match.
+Objects have their properties in the schema's order and only those that it lists. Strings use the short escapes. The layout
+says where white space is. Draft 2020-12; https://json-schema.org/draft/2020-12/json-schema-validation names the keywords.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from dlm_runtime.constraints.validity import Validity
 from dlm_runtime.errors import RequestError
 
 ANY_DEPTH = 3  # containers inside each other, of values that a schema leaves open
+MOST_DEPTH = 10_000  # of max_depth
 MOST_BYTES = 4 << 20  # of the expression
 MOST_COUNT = 10_000  # of minItems, maxLength and the like
 MOST_BOUND = 10**9  # of a bounded number that is no integer
@@ -45,8 +47,8 @@ def expression(
 
     Args:
         schema: A JSON Schema as parsed JSON. References to other documents are rejected; nothing is retrieved.
-        max_depth: How often a schema may contain itself, and how many containers may be inside each other where a schema
-            allows any value (default ANY_DEPTH). By default, recursive schemas are rejected.
+        max_depth: The number of times that a schema may contain itself, and the number of containers that may be inside each
+            other where a schema allows any value (default ANY_DEPTH). By default, recursive schemas are rejected.
         layout: The white space between the parts of the text.
         level: The number of containers around the value.
         limits: The limits of the automaton. ``states`` rejects large objects at once; ``seconds`` and ``memory_bytes``
@@ -57,7 +59,7 @@ def expression(
     """
     check_max_depth(max_depth)
     if limits is not None and not isinstance(limits, CompileLimits):
-        raise RequestError(f"limits = {limits!r} is not a CompileLimits"[:200])
+        raise RequestError(f"limits: give a CompileLimits, not {reprlib.repr(limits)}")
     try:
         document = Document(schema)
         found = _Writer(document, max_depth, layout, limits or CompileLimits()).write([document.root], level)
@@ -86,10 +88,10 @@ def choices(values: Sequence[Any]) -> str:
 
 
 def check_max_depth(max_depth: Any) -> None:
-    """Raise RequestError for what is not None or an integer of at least 0."""
-    is_count = isinstance(max_depth, int) and not isinstance(max_depth, bool) and max_depth >= 0
+    """Raise RequestError unless ``max_depth`` is None or an integer from 0 to MOST_DEPTH."""
+    is_count = isinstance(max_depth, int) and not isinstance(max_depth, bool) and 0 <= max_depth <= MOST_DEPTH
     if max_depth is not None and not is_count:
-        raise RequestError(f"max_depth = {max_depth!r} is not a number of levels: give an integer from 0 on, or None"[:200])
+        raise RequestError(f"max_depth: give an integer from 0 to {MOST_DEPTH}, not {reprlib.repr(max_depth)}")
 
 
 class _Writer:
@@ -115,7 +117,7 @@ class _Writer:
         return written
 
     def is_too_deep(self, found: Conjunction) -> bool:
-        """Whether a recursive reference exceeds max_depth. Raises RequestError for one without max_depth."""
+        """Tell whether a recursive reference exceeds max_depth. Raises RequestError for one without max_depth."""
         within = {each: self.open.count(each) for each in found.references}
         if self.max_depth is None:
             for part in found.having("$ref"):

@@ -1,7 +1,7 @@
-"""Which values a schema allows, for the values of enum and const beside other keywords and for branches of oneOf.
+"""Decides whether a schema allows a value. It filters the values of enum and const, and tells branches of oneOf apart.
 
-Patterns are compared by byte automata, which are compiled in a process with limits: Python's own matcher may take for ever, and
-cannot be interrupted.
+Patterns are matched by byte automata, which are compiled in a process with limits. Python's own matcher may take exponential
+time, and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Validity:
         return [value for value in self._fewest(found) if self.allows(found, value)]
 
     def allows(self, found: Conjunction, value: Any) -> bool:
-        """Whether a value is valid. Raises RequestError for a keyword that is not supported."""
+        """Tell whether a value is valid. Raises RequestError for a keyword that is not supported."""
         self.document.step(1 + len(found.parts))
         kinds, kind = found.kinds, self._kind(value)
         if found.is_false or (kinds is not None and kind not in kinds):
@@ -147,7 +147,7 @@ class Validity:
     # ---- branches
 
     def are_apart(self, branches: Sequence[Conjunction]) -> bool:
-        """Whether it is plain that no value is valid by two of the branches."""
+        """Tell whether no two branches share a value. Also returns False if that is undecided."""
         possible = [branch for branch in branches if not branch.is_false]
         with_lists = [branch for branch in possible if branch.lists]
         others = [branch for branch in possible if not branch.lists]
@@ -175,7 +175,7 @@ class Validity:
         return True
 
     def _tells_apart(self, name: str, branches: Sequence[Conjunction]) -> bool:
-        """Whether all branches list values of a property that they require, and each has others."""
+        """Tell whether all branches list values of a property that they require, and no two share one."""
         values = [self._joined(branch.property(name)) for branch in branches]
         self.document.step(len(values))
         return all(each.lists for each in values) and self._have_different_values(values)
