@@ -52,28 +52,39 @@ def following(automaton: Automaton, state: int, token: int) -> int:
     return -1
 
 
-def drawn_texts(texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False) -> set[str]:
-    """Random texts that an automaton accepts, its shortest among them; fewer than ``count`` where it has fewer."""
+def drawn_text(texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False) -> str:
+    """A random text of an automaton: about ``length`` random bytes, and then a shortest way to an end."""
     table = texts.table[:, :128] if is_ascii else texts.table
-    distance = np.where(texts.accepting, 0, len(table))
-    while True:  # the fewest bytes to an accepting state
-        near = np.where(table >= 0, distance[table], len(table)).min(axis=1) + 1
-        if (near >= distance).all():
-            break
-        distance = np.minimum(distance, near)
-    found = set[str]()
-    for number in range(count if distance[0] < len(table) else 0):
-        state, text, length = 0, bytearray(), source.choice((0, 1, 2, 4, 8, 20)) if number else 0
-        while not (texts.accepting[state] and (len(text) >= length or (table[state] < 0).all())):
-            steps = np.nonzero((table[state] >= 0) & (distance[table[state]] < len(table)))[0].tolist()
-            if len(text) >= length:
-                least = min(distance[table[state, step]] for step in steps) if steps else 0
-                steps = [step for step in steps if distance[table[state, step]] == least]
-            if not steps:
-                break
-            step = source.choice(steps)
-            text.append(step)
-            state = int(table[state, step])
-        if texts.accepting[state]:
-            found.add(text.decode())
-    return found
+    distances = shortest_ends(texts, is_ascii)
+    state, drawn = 0, bytearray()
+    while True:
+        choices = np.nonzero((table[state] >= 0) & (distances[table[state]] < len(table)))[0]
+        if len(drawn) >= length:
+            if distances[state] == 0:
+                return drawn.decode()
+            choices = choices[distances[table[state, choices]] < distances[state]]
+        elif texts.accepting[state] and (not len(choices) or source.random() < 0.2):
+            return drawn.decode()
+        byte = int(choices[source.randrange(len(choices))])
+        drawn.append(byte)
+        state = int(table[state, byte])
+
+
+def drawn_texts(texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False) -> set[str]:
+    """Random texts of an automaton, a shortest one among them; fewer than ``count`` if it has fewer."""
+    if shortest_ends(texts, is_ascii)[0] == len(texts.table):
+        return set()
+    lengths = [0, *(source.choice((0, 1, 2, 4, 8, 20)) for _ in range(count - 1))]
+    return {drawn_text(texts, source, length, is_ascii) for length in lengths}
+
+
+def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
+    """The fewest bytes from each state to an accepting one; the number of states if no text of ASCII leads there."""
+    table = texts.table[:, :128] if is_ascii else texts.table
+    distances = np.where(texts.accepting, 0, len(table))
+    while True:
+        following = np.where(table >= 0, distances[table], len(table)).min(axis=1)
+        closer = np.minimum(distances, following + 1)
+        if np.array_equal(closer, distances):
+            return distances
+        distances = closer

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from networks import make_network
+from referencing import Registry
 from schemas import random_document
 from test_block_cache import network_of
 from test_visibility import random_denoiser, seeing
@@ -361,7 +362,7 @@ def check_schemas(count: int) -> None:
             tokens=PROMPT, max_new_tokens=room, constraint=Constraint(automaton.as_bytes()), seed=number, **fields
         )
         value = json.loads(text_of(out.tokens[len(PROMPT) :]))
-        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()).validate(value)
 
 
 def test_random_schemas_are_kept_by_networks_of_random_weights() -> None:

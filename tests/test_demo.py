@@ -192,9 +192,13 @@ def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) 
     from constrained import call_schema
     from evaluate import same_call
     from jsonschema import Draft202012Validator
+    from referencing import Registry
 
     schema = call_schema([json.loads(row["completion"]) for row in HELD_OUT])
-    constraint, validator = demo.constraint(schema=schema, cache_dir=tmp_path), Draft202012Validator(schema)
+    constraint, validator = (
+        demo.constraint(schema=schema, cache_dir=tmp_path),
+        Draft202012Validator(schema, registry=Registry()),
+    )
     right = 0
     for row in HELD_OUT[:60]:
         out = demo.generate(prompt=row["prompt"], max_new_tokens=64, preset="fast-dllm", constraint=constraint)

@@ -43,6 +43,7 @@ def test_constrained_lists_are_valid_and_written_a_call_a_line(
 ) -> None:
     from constrained import answer_constraint, answer_schema
     from jsonschema import Draft202012Validator
+    from referencing import Registry
 
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
     schema = answer_schema([json.loads(row["completion"]) for row in HELD_OUT])
@@ -50,7 +51,7 @@ def test_constrained_lists_are_valid_and_written_a_call_a_line(
     for row, limits in zip(HELD_OUT[:10], itertools.cycle(({}, {}, {"max_steps": 3}, {"temperature": 0.8})), strict=False):
         out = lists.generate(prompt=row["prompt"], max_new_tokens=ROOM, preset="sdar", constraint=constraint, **limits)
         assert out.text is not None
-        Draft202012Validator(schema).validate(json.loads(out.text))
+        Draft202012Validator(schema, registry=Registry()).validate(json.loads(out.text))
         assert out.text.startswith('[\n{"name":"')
         assert out.text.endswith("}\n]")
 

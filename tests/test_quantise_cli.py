@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner, Result
+from referencing import Registry
 from safetensors.torch import load_file, save_file
 
 import dlm_runtime
@@ -59,7 +60,7 @@ def int8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = int8
     manifest = json.loads((folder / "manifest.json").read_text())
-    jsonschema.validate(manifest, SCHEMA)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
     precision = manifest["precision"]
     assert (precision["name"], manifest["loop"]["graph"]["simulated"]) == ("int8-static", False)
     assert precision["layers"]["blocks.1.mlp.down"] == "int8-static"

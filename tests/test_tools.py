@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import DEMO_CHECKPOINT
 from jsonschema import Draft202012Validator
+from referencing import Registry
 
 import dlm_runtime
 from dlm_export.cli import main
@@ -278,7 +279,7 @@ def test_calls_of_the_demo_are_valid_and_the_ones_asked_for(demo: Bundle) -> Non
         chat = [{"role": "user", "content": line["prompt"]}]
         out = demo.generate(chat=chat, max_new_tokens=64, preset="fast-dllm", tools=listed, tool_choice="required")
         (call,) = out.tool_calls
-        assert Draft202012Validator(schemas[call.name]).is_valid(call.arguments)
+        assert Draft202012Validator(schemas[call.name], registry=Registry()).is_valid(call.arguments)
         right += {"name": call.name, "arguments": call.arguments} == json.loads(line["completion"])
     assert right >= 36
     say = {"prompt": lines and json.loads(lines[0])["prompt"], "max_new_tokens": 64, "preset": "fast-dllm", "tools": listed}

@@ -72,13 +72,14 @@ def validator() -> Draft202012Validator:
     """Checks manifests by the schema; as in the native reader, an integer is written without a fraction."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
+    from referencing import Registry
 
     def is_integer(_: object, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
     schema = json.loads(Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8"))
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
-    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(schema)
+    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(schema, registry=Registry())
     return made
 
 
