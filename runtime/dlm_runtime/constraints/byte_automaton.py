@@ -75,20 +75,17 @@ class ByteAutomaton:
         return bool(self.accepting[state])
 
 
-def between(texts: ByteAutomaton, before: str, behind: str) -> ByteAutomaton:
-    """What stands between two given texts where all three together are one of ``texts``.
+def between(texts: ByteAutomaton, before: str, behind: str, hint: str = "") -> ByteAutomaton:
+    """The texts that are one of ``texts`` together with the given text before and after them.
 
-    Raises RequestError for givens that no text has.
+    Raises RequestError if there are none; ``hint`` is then added to the message.
     """
     state, given = 0, before.encode()
     for number, byte in enumerate(given):
         state = int(texts.table[state, byte])
         if state < 0:
             good = given[:number].decode("utf-8", "ignore")
-            raise RequestError(
-                f"no text of the constraint starts with {before!r}, though some may with {good!r}: JSON is compact there, "
-                "and has its properties in the schema's order"
-            )
+            raise RequestError(f"no text of the constraint starts with {before!r}, though some may with {good!r}{hint}")
     ends = np.arange(len(texts.table))
     for byte in behind.encode():
         ends = np.where(ends >= 0, texts.table[ends, byte], -1)
