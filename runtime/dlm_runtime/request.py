@@ -210,7 +210,7 @@ class Request:
         elif prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
-            self.given = bundle.tokenizer.encode(prompt)
+            self.given = bundle.tokenizer.encode(text_of("prompt", prompt))
         else:
             self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told)
         before = len(self.given)
@@ -338,7 +338,7 @@ def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
         is_good = False
     if not is_good:
         raise RequestError(f"{name} = {shown(value)}: give a list of texts, none of them empty")
-    return texts
+    return tuple(text_of(name, text) for text in texts)
 
 
 def layout_of(chosen: str | Layout) -> Layout:
