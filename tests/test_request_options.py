@@ -316,9 +316,11 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(selec
         with bundle.scheduler() as scheduler:
             outs.append(scheduler.submit(tokens=[1, 2], constraint=constraint, **request).result())
         free = bundle.generate(tokens=[1, 2], **request)
+        tokens = bundle._constrained[1]
     assert [each.category for each in told] == [dlm_runtime.ConstraintWarning], "once per bundle"
     assert re.match(r"the constraint lost \d+\.\d nats of log probability over \d+ tokens: ", str(told[0].message))
     assert event.result is not None
+    assert tokens == sum(out.completion_tokens for out in (*outs, event.result)), "of constrained requests alone"
     for out in (*outs, event.result):
         # No text reaches the last two positions: they are filled before the first pass, and count nothing.
         rows = [logits_of(at) for at in range(2, 8)]

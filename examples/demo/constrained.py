@@ -145,7 +145,7 @@ def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_answer(out: Generation, answer: str) -> bool:
-    """Whether the calls are those of an answer."""
+    """Compare the calls of a result with an answer of the data."""
     wanted = json.loads(answer)
     calls = [{"name": call.name, "arguments": call.arguments} for call in out.tool_calls]
     return same_call(json.dumps(calls), json.dumps(wanted if isinstance(wanted, list) else [wanted]))

@@ -265,18 +265,17 @@ class Bundle:
         return options.constraint
 
     def warn_if_unlikely(self, made: Generation) -> None:
-        """Warn, once per bundle, if constraints make texts far less likely than what the denoiser would have written.
+        """Warn, once per bundle, if constraints make texts far less likely than the denoiser's own choices.
 
         The mean over all constrained requests of the bundle counts, as a single hard request may lose much.
         """
-        if not made.constraint_log_prob_loss or self._has_warned:
-            return
         with self._lock:
             self._constrained[0] += made.constraint_log_prob_loss
             self._constrained[1] += max(1, made.completion_tokens)
             loss, tokens = self._constrained
-            self._has_warned = loss / tokens > UNLIKELY_NATS
-        if self._has_warned:
+            is_news = not self._has_warned and loss / tokens > UNLIKELY_NATS
+            self._has_warned |= is_news
+        if is_news:
             warnings.warn(
                 f"the constraint lost {loss:.1f} nats of log probability over {tokens:.0f} tokens: the denoiser would have "
                 f"written something else. The bundle's JSON layout is {self.json_layout!r}. If the denoiser was trained on "
@@ -682,7 +681,7 @@ def _expression(kind: str, content: str, max_depth: int | None, layout: Layout, 
 
 
 def _layout_hint(layout: Layout) -> str:
-    """What the message says about a given text that no constrained text starts with."""
+    """The end of the message about a given text that no constrained text starts with: the layout in force."""
     name = next((name for name, known in LAYOUTS.items() if known == layout), None)
     shape = layout.dumps([{"a": 1, "b": 2}, {}])
     said = "one of your own" if name is None else repr(name)

@@ -58,7 +58,7 @@ class CancelledError(DlmError):
 
 
 class ConstraintWarning(UserWarning):
-    """A constraint made a text far less likely than what the denoiser would have written."""
+    """A constraint made a text far less likely than the denoiser's own choice."""
 
 
 def shown(value: object) -> str:

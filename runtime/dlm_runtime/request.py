@@ -201,6 +201,8 @@ class Request:
         self.bundle, self.tools = bundle, tools
         self.stop_strings = texts_of("stop_strings", options.stop_strings)
         self.is_edited = policy.remask == "edit"
+        is_call = tools is not None and tools.is_forced
+        self.is_constrained = is_call or options.constraint is not None or bool(options.constrained_by)
         if bundle.tokenizer is None and self.stop_strings:
             raise RequestError("this bundle has no tokenizer, so that no text can stop it: leave stop_strings out")
         if tokens is not None:
@@ -256,11 +258,12 @@ class Request:
             tool_calls=self.tools.calls(text) if self.tools is not None and self._is_decided(canvas, outcome, stream) else [],
             **found,
         )
-        self.bundle.warn_if_unlikely(made)
+        if self.is_constrained:
+            self.bundle.warn_if_unlikely(made)
         return made
 
     def _is_decided(self, canvas: list[int], outcome: Mapping[str, Any], stream: TextStream | None) -> bool:
-        """Whether every token of the text, and its end, was decided when the request ended."""
+        """Return True if every token of the text, and its end, was decided when the request ended."""
         undecided = outcome["undecided"]
         if True not in undecided:
             return True

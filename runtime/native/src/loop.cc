@@ -111,7 +111,7 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
 
 namespace {
 
-// ln of the best token's probability minus ln of another one's. The smallest double stands for a probability that underflows, so
+// ln of the best token's probability minus ln of another one's. A probability that underflows counts as the smallest double, so
 // that the loss is finite: at most 745 nats.
 double log_prob_loss(double best, double prob) {
   constexpr double least = std::numeric_limits<double>::denorm_min();
@@ -364,7 +364,7 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// The loss of a token that needs no pass, by what the last pass predicted there; 0 if that pass did not score its position.
+// The loss of a token that needs no pass, by the last pass's predictions; 0 if that pass did not score its position.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
