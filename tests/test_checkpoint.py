@@ -28,8 +28,10 @@ from dlm_export import families
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Origin, Overrides, Piece
-from dlm_export.families.reading import new_tokens
+from dlm_export.families.reading import new_tokens, text_option
 from dlm_export.network.spec import NetworkSpec, Rope
+from dlm_runtime.constraints.layout import LAYOUTS
+from dlm_runtime.tools import FORMATS
 
 TENSORS = dict[str, torch.Tensor]
 
@@ -255,6 +257,17 @@ def test_what_is_no_length_of_an_answer_is_refused(tmp_path: Path, said: Any) ->
     path = _special(tmp_path, llada_config(), generation_config={"max_new_tokens": said})
     with pytest.raises(CheckpointError, match=r"generation_config\.json: max_new_tokens .* is no number of tokens, 1 or more"):
         new_tokens(Checkpoint(path), 512)
+
+
+def test_the_layout_and_the_call_format_are_those_of_generation_config(tmp_path: Path) -> None:
+    path = _special(tmp_path, llada_config(), generation_config={"json_layout": "spaced", "call_format": "list"})
+    assert text_option(Checkpoint(path), "json_layout", LAYOUTS) == "spaced"
+    assert text_option(Checkpoint(path), "call_format", FORMATS) == "list"
+    assert text_option(Checkpoint(_special(tmp_path / "without", llada_config())), "json_layout", LAYOUTS) is None
+    for number, said in enumerate(("wide", 5, ["lines"], True)):
+        path = _special(tmp_path / str(number), llada_config(), generation_config={"json_layout": said})
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: json_layout .* is not one of compact, spaced"):
+            text_option(Checkpoint(path), "json_layout", LAYOUTS)
 
 
 def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:

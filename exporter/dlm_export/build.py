@@ -173,6 +173,8 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fus
         chat_template=text.chat_template,
         text=text.compiled,
         config_sha256=source.config_sha256,
+        json_layout=source.json_layout,
+        call_format=source.call_format,
     )
 
 

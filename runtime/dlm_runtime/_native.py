@@ -168,6 +168,7 @@ class Result(C.Structure):
         ("log_probs", f32p),
         ("undecided", C.POINTER(C.c_uint8)),
         ("length", C.c_size_t),
+        ("constraint_log_prob_loss", C.c_double),
     ]
 
 
@@ -184,6 +185,7 @@ def outcome(result: Result) -> dict[str, object]:
         "completion_tokens": result.completion_tokens,
         "log_probs": [None if math.isnan(value) else value for value in result.log_probs[: result.length]],
         "undecided": [bool(flag) for flag in result.undecided[: result.length]],
+        "constraint_log_prob_loss": result.constraint_log_prob_loss,
     }
 
 
@@ -360,7 +362,13 @@ def library() -> C.CDLL:
     candidates = [Path(chosen)] if chosen else [folder / "lib" / name for folder in package_folders()]
     for path in candidates:
         if path.is_file():
-            loaded = C.CDLL(str(path))
+            try:
+                loaded = C.CDLL(str(path))
+            except OSError as err:
+                raise EngineError(
+                    f"{path} cannot be loaded ({err}): reinstall dlm-export, or set "
+                    "DLM_RUNTIME_LIBRARY to the path of its library"
+                ) from err
             break
     else:
         raise EngineError(

@@ -4,6 +4,7 @@ Everything a user can cause derives from ``DlmError`` and reads: what happened, 
 The command line prints such an error as one line; any other exception is a defect of ours.
 """
 
+import reprlib
 from enum import IntEnum
 
 
@@ -54,3 +55,15 @@ class BusyError(DlmError):
 
 class CancelledError(DlmError):
     """A step callback asked the loop to stop."""
+
+
+class ConstraintWarning(UserWarning):
+    """A constraint made a text far less likely than the denoiser's own choice."""
+
+
+def shown(value: object) -> str:
+    """A short form of any value, for a message."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # such as an integer of more digits than Python prints
+        return f"a value of type {type(value).__name__}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from dlm_runtime.errors import RequestError
+from dlm_runtime.errors import RequestError, shown
+from dlm_runtime.request import count_of, text_of
 from dlm_runtime.results import Generation
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ HOLE = "<mask>"
 """How a hole is written."""
 MOST_TRIED = 64
 """Requests that lengths may make."""
-_KINDS = ("schema", "regex", "enum", "json_object", "max_depth")  # what Bundle.constraint is given
+_KINDS = ("schema", "regex", "enum", "json_object", "json_layout", "max_depth")  # what Bundle.constraint is given
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,14 @@ def infill(
             f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see what is "
             "behind its block. Infill with a denoiser of full attention."
         )
-    between = text.split(HOLE)
+    between = text_of("text", text).split(HOLE)
     if len(between) < 2:
         raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
     parts = [_beginning(bundle.tokenizer, between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
     tried = _tried(lengths, len(between) - 1)
     if constrain_from is not None:
-        request, tried = _constrained(bundle, between, constrain_from, request, tried)
+        first = count_of("constrain_from", constrain_from)
+        request, tried = _constrained(bundle, between, first, request, tried)
     canvases = [_Canvas(parts, each) for each in tried]
     # An end token pads a hole here, and ends nothing.
     tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
@@ -122,7 +124,9 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]
     except TypeError:
-        raise RequestError(f"infill: lengths = {lengths!r}: give tokens, 1 or more, or a list with an entry a hole") from None
+        raise RequestError(
+            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry a hole"
+        ) from None
     if len(choices) == 1:
         choices *= holes
     if len(choices) != holes:
@@ -130,7 +134,9 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
     count = 1
     for each in choices:
         if not each or any(not isinstance(length, int) or not 1 <= length < 1 << 24 for length in each):
-            raise RequestError(f"infill: {each!r} is no length of a hole: give tokens, 1 or more, or a list of such to try")
+            raise RequestError(
+                f"infill: {shown(each)} is no length of a hole: give tokens, 1 or more, or a list of such to try"
+            )
         count *= len(each)
     if count > MOST_TRIED:
         raise RequestError(f"infill: {count} requests to try all lengths, and at most {MOST_TRIED} are made: give fewer")

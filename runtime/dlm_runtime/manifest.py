@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlm_runtime.errors import BundleError
+from dlm_runtime.constraints.layout import LAYOUTS
+from dlm_runtime.errors import BundleError, shown
+from dlm_runtime.tools import FORMATS
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -65,6 +67,18 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
         _refuse(folder, "chat_template", "expected an object with a file and the texts of special_tokens")
     return TextFiles(tokenizer, listed(chat.get("file"), "chat_template.file"), special_tokens)
+
+
+def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Check the names of the layout of JSON text and of the format of calls. Raises BundleError for an unknown one."""
+    for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
+        name = manifest.get(key)
+        if key in manifest and not (isinstance(name, str) and name in known):
+            _refuse(
+                folder,
+                key,
+                f"{_short(shown(name))} is not one of {', '.join(known)}: build the bundle again, or update dlm-export",
+            )
 
 
 @functools.cache

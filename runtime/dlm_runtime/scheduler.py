@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_runtime import _native
-from dlm_runtime.errors import ClosedError, RequestError
+from dlm_runtime.errors import ClosedError, RequestError, shown
 from dlm_runtime.files import read_object
-from dlm_runtime.request import Options, Request, count_of
+from dlm_runtime.request import Options, Request, RequestOptions, count_of, milliseconds_of
 from dlm_runtime.results import Event, Generation
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from dlm_runtime.bundle import Bundle
     from dlm_runtime.constraints.compiled import Constraint
 
@@ -222,12 +224,11 @@ class Scheduler:
         options.max_running = count_of("max_running", max_running)
         options.max_waiting = count_of("max_waiting", max_waiting)
         options.max_tokens = count_of("max_tokens", max_tokens)
-        options.cache_bytes = cache_bytes
-        try:
-            options.max_pass_ms = max_pass_ms
-        except TypeError as err:
-            raise RequestError(f"max_pass_ms = {max_pass_ms!r} is not a number of milliseconds") from err
+        options.cache_bytes = count_of("cache_bytes", cache_bytes, (1 << 64) - 1)
+        options.max_pass_ms = milliseconds_of("max_pass_ms", max_pass_ms)
         if cost is not None:
+            if not isinstance(cost, PassCost):
+                raise RequestError(f"cost = {shown(cost)}: give a PassCost, or None")
             options.cost = _native.PassCost(*astuple(cost))
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         bundle._begin()
@@ -268,7 +269,7 @@ class Scheduler:
         tokens: Sequence[int] | None = None,
         chat: Sequence[Mapping[str, Any]] | None = None,
         events: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Job:
         """Hand in a request, which is what ``Bundle.generate`` takes; its deadline counts from now.
 

@@ -87,7 +87,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")
-        if isinstance(messages, (str, Mapping)) or not messages:
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
             raise RequestError("chat: give a list of messages such as {'role': 'user', 'content': '...'}")
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():

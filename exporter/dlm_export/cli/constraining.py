@@ -25,6 +25,11 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="How often a schema may lie within itself; of --json-object, its depth.",
         ),
         click.option(
+            "--json-layout",
+            type=click.Choice(["compact", "spaced", "indented", "lines"]),
+            help="White space of the JSON of --schema and --json-object.  [default: the bundle's]",
+        ),
+        click.option(
             "--constrain-from",
             type=click.IntRange(0),
             metavar="CHARACTERS",
@@ -42,14 +47,16 @@ def take_constraint(values: dict[str, Any], is_infill: bool = False) -> dict[str
     Beside it ``constrain_from``, which ``Bundle.infill`` takes, where it was given.
     """
     given = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, (), False)}
-    max_depth, first = values.pop("max_depth"), values.pop("constrain_from")
+    max_depth, first, layout = (values.pop(name) for name in ("max_depth", "constrain_from", "json_layout"))
     if first is not None and not (is_infill and given):
         raise click.UsageError(f"--constrain-from is of --infill, with one of {', '.join(_KINDS.values())}")
     if len(given) > 1:
         raise click.UsageError(f"give one of {', '.join(_KINDS[name] for name in given)}")
     if max_depth is not None and not given.keys() & {"schema", "json_object"}:
         raise click.UsageError("--max-depth is of --schema and --json-object")
+    if layout is not None and not given.keys() & {"schema", "json_object"}:
+        raise click.UsageError("--json-layout is of --schema and --json-object")
     if "schema" in given:
         given["schema"] = read_json_file(given["schema"])
-    beside = {"max_depth": max_depth, "constrain_from": first}
+    beside = {"max_depth": max_depth, "constrain_from": first, "json_layout": layout}
     return given | {name: value for name, value in beside.items() if value is not None}

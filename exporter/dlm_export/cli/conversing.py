@@ -44,7 +44,7 @@ def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."),
         click.option("--tool-choice", help="auto, required, none, or a function's name.  [default: auto]"),
         click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
-        click.option("--call-format", help="object, list, lines or tool_call.  [default: the chat template's, or object]"),
+        click.option("--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"),
     )
     for option in reversed(options):
         command = option(command)

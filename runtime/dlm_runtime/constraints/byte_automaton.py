@@ -111,10 +111,11 @@ class ByteAutomaton:
         return bool(self.accepting[state])
 
 
-def between(texts: ByteAutomaton, before: str, behind: str, budget: Budget | None = None) -> ByteAutomaton:
+def between(texts: ByteAutomaton, before: str, behind: str, budget: Budget | None = None, hint: str = "") -> ByteAutomaton:
     """The texts that make a text of ``texts`` when ``before`` and ``behind`` are put around them.
 
-    Raises RequestError when there is no such text, or ``budget`` is spent (None: the default limits).
+    Raises RequestError when there is no such text, or ``budget`` is spent (None: the default limits). ``hint`` is added to the
+    message when no text starts with ``before``.
     """
     budget = budget or Budget(CompileLimits())
     state, given = 0, before.encode()
@@ -122,10 +123,7 @@ def between(texts: ByteAutomaton, before: str, behind: str, budget: Budget | Non
         state = int(texts.table[state, byte])
         if state < 0:
             good = given[:number].decode("utf-8", "ignore")
-            raise RequestError(
-                f"no text of the constraint starts with {before!r}, though some may with {good!r}: JSON is compact there, "
-                "and has its properties in the schema's order"
-            )
+            raise RequestError(f"no text of the constraint starts with {before!r}, though some may with {good!r}{hint}")
     ends = np.arange(len(texts.table))
     for byte in behind.encode():
         ends = np.where(ends >= 0, texts.table[ends, byte], -1)

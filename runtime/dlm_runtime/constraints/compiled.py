@@ -60,12 +60,13 @@ def compile_constraint(
     limits: CompileLimits,
     folder: Path | None,
     given: tuple[str, str] = ("", ""),
+    hint: str = "",
 ) -> Constraint:
     """The constraint that an expression is, for a vocabulary of ``vocabulary_sha256``.
 
     ``given``: texts before and behind what it is of, which are part of what matches. ``folder`` is where it is kept, and looked
-    for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only then. Raises RequestError for what cannot
-    be compiled within ``limits``.
+    for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only then. ``hint`` ends the message about a
+    given text that no constrained text starts with. Raises RequestError for what cannot be compiled within ``limits``.
     """
     if not eos_token_ids:
         raise RequestError("constraints need an end token, to stand behind texts, and this bundle has none")
@@ -77,7 +78,7 @@ def compile_constraint(
     budget = Budget(limits)
     texts = byte_automaton(expression, limits, is_of_json, budget)
     if any(given):
-        texts = between(texts, *given, budget)
+        texts = between(texts, *given, budget, hint)
     data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits, budget).as_bytes(key)
     if path is not None:
         _keep(path, data)

@@ -6,12 +6,10 @@ time, and cannot be interrupted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import Budget, ByteAutomaton, CompileLimits, byte_automaton
 from dlm_runtime.constraints.conjunction import Choice, Conjunction, listed
 from dlm_runtime.constraints.document import KINDS, Document, Part, shown
 from dlm_runtime.constraints.expressions import FORMATS
@@ -38,8 +36,8 @@ class Validity:
     """Decides about values and branches of one document, within ``limits``."""
 
     def __init__(self, document: Document, limits: CompileLimits) -> None:
-        self.document, self.limits = document, limits
-        self._seconds = 0.0  # spent on automata of patterns
+        self.document = document
+        self._budget = Budget(limits)  # of all automata of patterns
         self._automata: dict[str, ByteAutomaton] = {}
         self._sets: dict[tuple[int, str], set[Any]] = {}
         self._branches: dict[tuple[int, str], list[Conjunction]] = {}
@@ -112,16 +110,10 @@ class Validity:
         if inside is None:
             return False
         if inside not in self._automata:
-            left = self.limits.seconds - self._seconds
-            if left < 1:
-                part.refuse(keyword, f"and others take more than {self.limits.seconds} s to compare with values: raise seconds")
-            began = time.monotonic()
             try:
-                made = byte_automaton(f'"{inside}"', replace(self.limits, seconds=int(left)), True)
+                self._automata[inside] = byte_automaton(f'"{inside}"', self._budget.limits, True, self._budget)
             except RequestError as err:
                 raise RequestError(f"schema: {part.where}: {keyword} {shown(part.schema[keyword])}: {err}") from err
-            self._seconds += time.monotonic() - began
-            self._automata[inside] = made
         return self._automata[inside].matches(text)
 
     def _array(self, found: Conjunction, value: list[Any]) -> bool:

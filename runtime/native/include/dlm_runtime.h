@@ -382,6 +382,10 @@ typedef struct dlm_result {
                                 token excluded; NaN at all other positions */
   const uint8_t *undecided;  /* [length], 1: the request ended before a token was decided there */
   size_t length;             /* of the canvas */
+  double constraint_log_prob_loss; /* nats, 0 or more: how much less likely the constraint made the text. The sum over positions of
+                                ln p of the denoiser's best token minus ln p of the committed one, by the last pass that scored the
+                                position; at most 745 a position. Positions that were filled before a pass scored them count 0.
+                                0 without a constraint. */
 } dlm_result;
 
 /* Of the requests that ended last, by number: 0, but for dlm_session_generate_batch. Pointers are valid until the next call that

@@ -74,6 +74,7 @@ struct Result {
   std::int32_t completion_tokens = 0;
   std::vector<float> log_probs;         // [canvas length]
   std::vector<std::uint8_t> undecided;  // [canvas length]
+  double constraint_log_prob_loss = 0;  // nats
 };
 
 namespace detail {
@@ -163,7 +164,8 @@ inline Result result_of(const dlm_result& from) {
           from.prompt_tokens,
           from.completion_tokens,
           {from.log_probs, from.log_probs + from.length},
-          {from.undecided, from.undecided + from.length}};
+          {from.undecided, from.undecided + from.length},
+          from.constraint_log_prob_loss};
 }
 
 }  // namespace detail

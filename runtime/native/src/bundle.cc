@@ -361,7 +361,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
   // All but loop and files describe the bundle to people and to the exporter, which checks them by manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source", "precision", "kernels",
-                        "targets", "tokenizer", "chat_template", "text", "effort", "audits", "files"});
+                        "targets", "tokenizer", "chat_template", "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "visible_block", "graph",
                        "presets", "default_preset", "max_new_tokens", "effort", "engines"});

@@ -75,6 +75,7 @@ dlm_result result_of(const Outcome& outcome) {
   found.log_probs = outcome.log_probs.data();
   found.undecided = outcome.undecided.data();
   found.length = outcome.undecided.size();
+  found.constraint_log_prob_loss = outcome.constraint_log_prob_loss;
   return found;
 }
 
