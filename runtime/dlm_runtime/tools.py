@@ -129,7 +129,8 @@ class Tools:
     def expression(self, max_depth: int | None = None, layout: Layout = COMPACT, limits: CompileLimits | None = None) -> str:
         """The expression of texts that are a call, or several if ``is_parallel``; each call is an object in ``layout``.
 
-        ``limits``: what deciding about values and patterns may take; None: the usual limits. Raises RequestError that names the function and the keyword.
+        ``limits``: what deciding about values and patterns may take; None: the usual limits. Raises RequestError that names the
+        function and the keyword.
         """
         f, quote = self.written, expressions.quote
         start, between, end = map(quote, layout.around(0, False))
