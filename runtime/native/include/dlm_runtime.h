@@ -96,7 +96,8 @@ typedef struct dlm_pass {
   int32_t *top_tokens; /* [B, R, K], best first, lowest id first among equals, never the mask token */
   float *top_probs;    /* [B, R, K], softmax in fp32 with the mask token excluded */
   float *entropy;      /* [B, R], sum p ln(p + 1e-10) <= 0, the mask token excluded; NULL when not asked for */
-  float *logits;       /* [B, R, V], raw; NULL when not asked for */
+  float *logits;       /* [B, R, V], raw: finite, or -infinity for a token that is ruled out; NULL when not asked for. The mask
+                          token's logit is not read. A row with NaN or +infinity ends its request with ENGINE_FAILED */
 } dlm_pass;
 
 /* Runs one pass; returns DLM_OK or any other status, which ends the request. The session that it runs for is busy. */
