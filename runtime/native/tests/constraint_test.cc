@@ -18,6 +18,7 @@
 #include "automaton.h"
 #include "dlm_runtime.h"
 #include "error.h"
+#include "exact_sum.h"
 #include "sha256.h"
 #include "texts.h"
 #include "viterbi.h"
@@ -142,6 +143,64 @@ void test_files(std::mt19937& random) {
         CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
       }
     }
+  }
+}
+
+// A class that leads from a state to two states is refused, whichever of the two groups is larger.
+void test_ambiguous_files() {
+  // Tokens a and b; state 0 leads by {a, b} to itself and by {b} to state 1, where a text may end.
+  Made made{2, 2, 2, {0, 1}, {0, 2, 3}, {0, 1, 1}, {0, 2, 3}, {0, 1, 1}, {0, 1, 1}, {1, 0}};
+  const auto is_refused = [&] {
+    try {
+      read(signed_file(content(made)));
+    } catch (const dlm::Error& error) {
+      return error.status() == DLM_BAD_BUNDLE &&
+             std::strstr(error.what(), "state 0 has two edges for class 1, so its texts are ambiguous: compile the constraint again") != nullptr;
+    }
+    return false;
+  };
+  CHECK(is_refused());
+  made.edge_groups = {1, 0, 1};
+  CHECK(is_refused());
+  made.edge_groups = {1, 1, 1};
+  CHECK(is_refused());
+  made.group_starts = {0, 1, 2}, made.group_classes = {0, 1}, made.edge_groups = {0, 1, 1};
+  CHECK(!is_refused());
+}
+
+// The exact sum of doubles as a list of partial sums that do not overlap (Shewchuk, 1997; math.fsum of Python).
+class Partials {
+ public:
+  void add(double x) {
+    size_t kept = 0;
+    for (double y : partials_) {
+      if (std::fabs(x) < std::fabs(y)) std::swap(x, y);
+      const double high = x + y, low = y - (high - x);
+      if (low != 0) partials_[kept++] = low;
+      x = high;
+    }
+    partials_.resize(kept);
+    partials_.push_back(x);
+  }
+  double value() const {  // the largest partial sum has the sign, and all but the last bit
+    return std::accumulate(partials_.begin(), partials_.end(), 0.0);
+  }
+
+ private:
+  std::vector<double> partials_;
+};
+
+void test_exact_sums(std::mt19937& random) {
+  for (int32_t round = 0; round < 2000; ++round) {
+    dlm::ExactSum sum;
+    Partials wanted;
+    for (int32_t i = 0; i < 20; ++i) {
+      const float value = std::ldexp(std::normal_distribution<float>(0, 1)(random), std::uniform_int_distribution<int32_t>(-149, 125)(random));
+      if (i % 2 == 0) sum = sum + dlm::ExactSum(value), wanted.add(static_cast<double>(value));
+      else sum = sum - dlm::ExactSum(value), wanted.add(-static_cast<double>(value));
+    }
+    CHECK(std::fabs(sum.value() - wanted.value()) <= std::fabs(wanted.value()) * 0x1p-51);
+    CHECK(!(sum < sum) && sum == sum && (sum < dlm::ExactSum(0.0f)) == (wanted.value() < 0));
   }
 }
 
@@ -343,28 +402,6 @@ void test_all_texts(std::mt19937& random) {
 }
 
 // ---- Extreme logits and temperatures, against all texts in exact arithmetic ----
-
-// The exact sum of doubles as a list of partial sums that do not overlap (Shewchuk, 1997; math.fsum of Python).
-class Partials {
- public:
-  void add(double x) {
-    size_t kept = 0;
-    for (double y : partials_) {
-      if (std::fabs(x) < std::fabs(y)) std::swap(x, y);
-      const double high = x + y, low = y - (high - x);
-      if (low != 0) partials_[kept++] = low;
-      x = high;
-    }
-    partials_.resize(kept);
-    partials_.push_back(x);
-  }
-  double value() const {  // the largest partial sum has the sign, and all but the last bit
-    return std::accumulate(partials_.begin(), partials_.end(), 0.0);
-  }
-
- private:
-  std::vector<double> partials_;
-};
 
 // A text with what the oracle knows of it.
 struct Known {
@@ -647,6 +684,8 @@ int main(int count, char** arguments) {
   std::mt19937 random(7);
   test_extreme_logits(random, count > 1 ? std::atoi(arguments[1]) : 600);
   test_files(random);
+  test_ambiguous_files();
+  test_exact_sums(random);
   test_most_likely_text(random);
   test_long_classes(random);
   test_all_texts(random);
