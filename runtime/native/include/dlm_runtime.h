@@ -128,7 +128,7 @@ typedef struct dlm_policy {
   double factor;           /* of "factor", >= 0 */
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
   double timestep_eps;     /* of "timestep", 0..1 */
-  double temperature;      /* of "sample", above 0: logits are divided by it; 0 for "argmax" */
+  double temperature;      /* of "sample", above 0, at most 1e300: logits are divided by it; 0 for "argmax" */
   uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for
                               what floating-point noise of the engine changes */
   const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the
