@@ -396,14 +396,14 @@ def test_texts_of_ruled_out_tokens_are_drawn() -> None:
 
 @pytest.mark.parametrize("ruled_out", [-np.inf, np.finfo(np.float32).min, -1e30])
 def test_a_choice_after_a_forced_token_that_is_ruled_out_counts(ruled_out: float) -> None:
-    automaton = compiled("x[pq]", WORDS, VOCAB, ENDS)
-    x, p, q = (WORDS.tokens.index(letter) for letter in (b"x", b"p", b"q"))
+    automaton = compiled("[xz][pq]", WORDS, VOCAB, ENDS)
+    x, z, p, q = (WORDS.tokens.index(letter) for letter in (b"x", b"z", b"p", b"q"))
     for wins in (p, q):
         logits = np.zeros((2, VOCAB), np.float32)
-        logits[0, x], logits[1, wins] = ruled_out, 20
+        logits[0, [x, z]], logits[1, wins] = ruled_out, 20
         bundle = says(logits)
-        assert in_one_pass(bundle, 2, automaton) == [x, wins]
-        assert in_one_pass(bundle, 2, automaton, temperature=0.5) == [x, wins]
+        assert in_one_pass(bundle, 2, automaton) == [min(x, z), wins]
+        assert in_one_pass(bundle, 2, automaton, temperature=0.5)[1] == wins
 
 
 @pytest.mark.parametrize("logit", [np.nan, np.inf])
@@ -488,15 +488,13 @@ def check_texts_of_schemas(count: int) -> None:
     """Best texts and draws of ``count`` small schemas against all texts, in exact arithmetic."""
     source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
     while checked < count:
-        automaton = compiled(schema.expression(small_schema(source)), WORDS, VOCAB, ENDS, is_of_json=True)
+        # One end token, as the loop replaces whatever follows an end token by the first one.
+        automaton = compiled(schema.expression(small_schema(source)), WORDS, VOCAB, ENDS[:1], is_of_json=True)
         length = automaton.shortest + source.choice((0, 1, 2))
         texts = texts_of(automaton, length, 300) if length else []
         if not texts:
             continue
         checked += 1
-        # A position where only end tokens may stand takes the first one without a pass.
-        ends = [at for at in range(length) if all(text[at] in ENDS for text in texts)]
-        texts = [text for text in texts if all(text[at] == ENDS[0] for at in ends)]
         for _ in range(3):
             logits = extreme_logits(numbers, length)
             bundle = says(logits)
@@ -521,7 +519,7 @@ def test_texts_of_small_schemas_are_the_best_of_all() -> None:
 
 @pytest.mark.slow
 def test_texts_of_many_small_schemas_are_the_best_of_all() -> None:
-    check_texts_of_schemas(2000)
+    check_texts_of_schemas(400)
 
 
 @pytest.mark.parametrize("loop", ["llada, one block", "draws", "few drawn from", "margins of draws", "entropies of marginals"])

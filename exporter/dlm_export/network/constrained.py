@@ -1,10 +1,9 @@
 """The proposer of a constrained request, by tokens and in exact arithmetic. The native loop does the same by classes and edges.
 
-Of all texts that the automaton accepts and that have the decided tokens, it proposes the most likely one of the scored
-positions, or a draw of them. After these positions a text only has to be possible. A text with fewer ruled-out tokens (logit
--inf) is always better. For draws the number of tokens that ``top_p`` and ``top_k`` cut comes next. Then the sum of logits
-counts. Logits are integers here, multiples of 2^-149, so sums are exact. Of equally likely texts the one with the lowest
-tokens wins, compared from the left.
+It proposes the most likely text that the automaton accepts and that has the decided tokens, or a draw of these texts. After
+the scored positions a text only has to be possible. A text with fewer ruled-out tokens (logit -inf) is always better. For draws
+the number of tokens that ``top_p`` and ``top_k`` cut comes next. Then the sum of logits counts. Logits are integers here,
+multiples of 2^-149, so sums are exact. Of equally likely texts, the one with the lowest tokens wins, from the left.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Weight(NamedTuple):
     texts: float = 0.0  # the logarithm of how many texts like the best of them there are; 0 for one text
 
     def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
-        return Weight(*(a + b for a, b in zip(self, other, strict=True)))
+        return Weight(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
 
     def log_ratio(self, other: Weight, temperature: float) -> float:
         """The logarithm of this weight divided by ``other``."""

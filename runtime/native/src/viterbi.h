@@ -2,7 +2,7 @@
 // arXiv:2505.23061).
 //
 // A token weighs its logit less the best logit of its row; without logits 0, or -1 where another token is marked as the best. A text
-// with fewer ruled-out tokens (logit -inf) is always better; among those the larger sum wins. Of equal texts the one with the
+// with fewer ruled-out tokens (logit -inf) is always better; among those the larger sum wins. If texts are equal, the one with the
 // lowest tokens wins, compared from the left. Sums are made in double. If the best sum is ruled out or is large, `solve` repeats the
 // search with exact sums (exact_sum.h), so large logits never hide small ones.
 // exporter/dlm_export/network/constrained.py implements the same in exact arithmetic.
