@@ -395,15 +395,15 @@ def test_texts_of_ruled_out_tokens_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("ruled_out", [-np.inf, np.finfo(np.float32).min, -1e30])
-def test_a_choice_after_a_forced_token_that_is_ruled_out_counts(ruled_out: float) -> None:
-    automaton = compiled("[xz][pq]", WORDS, VOCAB, ENDS)
+def test_a_choice_before_a_forced_token_that_is_ruled_out_counts(ruled_out: float) -> None:
+    automaton = compiled("px|qz", WORDS, VOCAB, ENDS)
     x, z, p, q = (WORDS.tokens.index(letter) for letter in (b"x", b"z", b"p", b"q"))
-    for wins in (p, q):
+    for wins, then in ((p, x), (q, z)):
         logits = np.zeros((2, VOCAB), np.float32)
-        logits[0, [x, z]], logits[1, wins] = ruled_out, 20
+        logits[1, [x, z]], logits[0, wins] = ruled_out, 20
         bundle = says(logits)
-        assert in_one_pass(bundle, 2, automaton) == [min(x, z), wins]
-        assert in_one_pass(bundle, 2, automaton, temperature=0.5)[1] == wins
+        assert in_one_pass(bundle, 2, automaton) == [wins, then]
+        assert in_one_pass(bundle, 2, automaton, temperature=0.5) == [wins, then]
 
 
 @pytest.mark.parametrize("logit", [np.nan, np.inf])
@@ -454,10 +454,14 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 
 
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """The ruled-out tokens of a text, negated, and the sum of the other tokens' logits."""
-    chosen = [float(row[token]) for row, token in zip(logits, text, strict=True)]
-    finite = [Fraction(logit) for logit in chosen if logit > -np.inf]
-    return len(finite) - len(chosen), sum(finite, Fraction(0))
+    """The ruled-out tokens of a text, negated, and the sum of the other tokens' logits less the best ones of their rows."""
+    best = np.delete(logits, MASK, axis=1).max(axis=1)
+    finite = [
+        Fraction(float(row[token])) - Fraction(float(most))
+        for row, token, most in zip(logits, text, best, strict=True)
+        if row[token] > -np.inf
+    ]
+    return len(finite) - len(text), sum(finite, Fraction(0))
 
 
 def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:

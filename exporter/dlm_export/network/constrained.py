@@ -29,7 +29,7 @@ class Weight(NamedTuple):
 
     kept: int  # the number of ruled-out tokens, negated
     within: int  # the number of cut tokens, negated
-    logits: int  # the sum of the other tokens' logits, in 1 / _UNIT
+    logits: int  # the sum of the other tokens' logits, each less the best one of its row, in 1 / _UNIT
     texts: float = 0.0  # the logarithm of how many texts like the best of them there are; 0 for one text
 
     def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
@@ -47,12 +47,12 @@ class Weight(NamedTuple):
 NOTHING = Weight(0, 0, 0)
 
 
-def weight_of(logit: float, is_cut: bool = False) -> Weight:
-    """The weight of one token; ``logit`` is a float32 that is finite or -inf."""
+def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
+    """The weight of one token; ``logit`` is a float32 that is finite or -inf, and ``best`` the best one of its row."""
     if logit == -np.inf:
         return Weight(-1, 0, 0)
-    numerator, denominator = float(logit).as_integer_ratio()
-    return Weight(0, -int(is_cut), numerator * (_UNIT // denominator))
+    (a, b), (c, d) = float(logit).as_integer_ratio(), float(best).as_integer_ratio()
+    return Weight(0, -int(is_cut), a * (_UNIT // b) - c * (_UNIT // d))
 
 
 def total(weights: list[Weight], temperature: float) -> Weight:
@@ -215,7 +215,7 @@ class Constrained(Proposer):
             def position(at: int) -> Position:
                 if (row := row_of.get(at)) is None or (temperature and len(choices[at - first]) == 1):
                     return choices[at - first], lambda _: NOTHING
-                return choices[at - first], lambda token: weight_of(wide[row, token], is_cut[row, token])
+                return choices[at - first], lambda token: weight_of(wide[row, token], wide[row, best[row]], is_cut[row, token])
 
             return Texts(self.tokens.following, state, [position(at) for at in range(first, last)], ends, temperature)
 
@@ -243,7 +243,7 @@ class Constrained(Proposer):
         choices = [self._choices(pinned, position) for position in range(self.first, self.last)]
 
         def weigh(token: int) -> Weight:
-            return weight_of(0.0 if token == self.eos_token_id else -1.0)
+            return weight_of(0.0 if token == self.eos_token_id else -1.0, 0.0)
 
         found: np.ndarray = guess.copy()
         ends = np.append(self.tokens.ends, False)
