@@ -188,6 +188,11 @@ def test_constraints_are_read_and_kept_to_under_sanitizers(sanitized: Path) -> N
     assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test"), flags=re.MULTILINE)
 
 
+@pytest.mark.slow
+def test_10000_constraints_with_extreme_logits_under_sanitizers(sanitized: Path) -> None:
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test", "10000"), flags=re.MULTILINE)
+
+
 def test_every_error_path_of_the_abi_is_clean(sanitized: Path, llada_bundle: Path, tmp_path: Path) -> None:
     driver = compile_c(tmp_path / "native_driver", Path(__file__).parent / "native_driver.c", sanitized, *SANITIZE)
     out = succeed(driver, llada_bundle, ASAN_OPTIONS="detect_leaks=1")

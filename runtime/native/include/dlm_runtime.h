@@ -96,7 +96,8 @@ typedef struct dlm_pass {
   int32_t *top_tokens; /* [B, R, K], best first, lowest id first among equals, never the mask token */
   float *top_probs;    /* [B, R, K], softmax in fp32 with the mask token excluded */
   float *entropy;      /* [B, R], sum p ln(p + 1e-10) <= 0, the mask token excluded; NULL when not asked for */
-  float *logits;       /* [B, R, V], raw; NULL when not asked for */
+  float *logits;       /* [B, R, V], raw: finite, or -infinity for a token that is ruled out; NULL when not asked for. The mask
+                          token's logit is not read. A row with NaN or +infinity ends its request with ENGINE_FAILED */
 } dlm_pass;
 
 /* Runs one pass; returns DLM_OK or any other status, which ends the request. The session that it runs for is busy. */
@@ -127,7 +128,7 @@ typedef struct dlm_policy {
   double factor;           /* of "factor", >= 0 */
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
   double timestep_eps;     /* of "timestep", 0..1 */
-  double temperature;      /* of "sample", above 0: logits are divided by it; 0 for "argmax" */
+  double temperature;      /* of "sample", above 0, at most 1e300: logits are divided by it; 0 for "argmax" */
   uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for
                               what floating-point noise of the engine changes */
   const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the

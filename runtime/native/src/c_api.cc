@@ -497,7 +497,7 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
     if (run == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "run is NULL");
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest.denoiser = dlm::check_denoiser(dlm::take(*denoiser, default_denoiser()));
-    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache);
+    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser);
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });

@@ -439,7 +439,7 @@ void sweep_files(long stride, const std::string& folder) {
 
   // From text to text, over a made-up denoiser of a vocabulary that the text has.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
-  bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser.cache);
+  bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);
   const dlm_generate_options wanted = options_of(chosen);
   sweep("dlm_generate_text", stride, [&] { return session_of(*bundle); }, [&](auto& session) {
