@@ -9,7 +9,16 @@ Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Imp
 
 from dlm_runtime.bundle import Bundle, open
 from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
-from dlm_runtime.errors import BundleError, BusyError, CancelledError, ClosedError, DlmError, EngineError, RequestError
+from dlm_runtime.errors import (
+    BundleError,
+    BusyError,
+    CancelledError,
+    ClosedError,
+    DlmError,
+    EngineError,
+    ForkError,
+    RequestError,
+)
 from dlm_runtime.infill import Infill
 from dlm_runtime.policy import PRESETS, Policy
 from dlm_runtime.results import Event, Generation
@@ -29,6 +38,7 @@ __all__ = [
     "DlmError",
     "EngineError",
     "Event",
+    "ForkError",
     "Generation",
     "Infill",
     "Job",

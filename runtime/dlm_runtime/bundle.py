@@ -21,6 +21,7 @@ import numpy as np
 
 from dlm_runtime import _native, providers
 from dlm_runtime.errors import ClosedError, RequestError
+from dlm_runtime.forks import Origin
 from dlm_runtime.infill import Infill, infill
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
@@ -45,6 +46,7 @@ class Bundle:
     def __init__(self, handle: C.c_void_p, tokenizer: Tokenizer | None, default_policy: Policy | None, owned: object = None):
         self._library = _native.library()
         self._handle = handle
+        self._origin = Origin("bundle")
         self._owned = owned  # what must live as long as the handle, such as a callback
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
@@ -77,8 +79,9 @@ class Bundle:
     def close(self) -> None:
         """Take no more requests, and free the engine and its weights once those that run have ended.
 
-        A stream ends at its next step, with RequestError.
+        A stream ends at its next step, with RequestError. Raises ForkError in a forked process, where the bundle is the parent's.
         """
+        self._origin.check()
         with self._lock:
             self._is_closed = True
             self._free()
@@ -96,6 +99,7 @@ class Bundle:
             self._tokenizer.close()
 
     def _check_open(self) -> None:
+        self._origin.check()
         if self._is_closed:
             raise ClosedError("the bundle is closed")
 
@@ -149,6 +153,7 @@ class Bundle:
         from dlm_runtime.constraints.byte_automaton import CompileLimits
         from dlm_runtime.constraints.vocabulary import read_vocabulary
 
+        self._origin.check()
         given = [schema is not None, regex is not None, enum is not None, json_object, tools is not None]
         if sum(given) != 1:
             raise RequestError("give one of schema, regex, enum, json_object and tools")
@@ -215,10 +220,11 @@ class Bundle:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._origin.is_here:
+            self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
+        if getattr(self, "_handle", None) and self._origin.is_here:
             self.close()
 
     def policy(self, preset: str | None = None, effort: str | None = None, **changes: Any) -> Policy:
@@ -524,18 +530,22 @@ class Bundle:
         return Scheduler(self, max_running, max_waiting, max_tokens, cache_bytes, max_pass_ms, cost)
 
     def _begin(self) -> None:
-        """Whoever begins keeps the engine until it ends."""
+        """Keep the engine until the matching ``_end``."""
+        self._origin.check()
         with self._lock:
             self._check_open()
             self._busy += 1
 
     def _end(self) -> None:
+        if not self._origin.is_here:
+            return
         with self._lock:
             self._busy -= 1
             self._free()
 
     @contextmanager
     def _session(self, cancels: Cancels = (), constraint: Constraint | None = None) -> Iterator[C.c_void_p]:
+        self._origin.check()  # before the lock, which another thread may have held at the fork
         with self._lock:
             self._check_open()
             session = self._idle.pop() if self._idle else C.c_void_p()
@@ -551,10 +561,11 @@ class Bundle:
             with seen_between_passes(session, cancels):
                 yield session
         finally:
-            with self._lock:
-                self._idle.append(session)
-                self._busy -= 1
-                self._free()
+            if self._origin.is_here:
+                with self._lock:
+                    self._idle.append(session)
+                    self._busy -= 1
+                    self._free()
 
 
 @functools.cache

@@ -48,6 +48,10 @@ class EngineError(DlmError):
     """The inference engine is missing, too old, or failed while it ran."""
 
 
+class ForkError(DlmError, RuntimeError):
+    """A bundle, scheduler or job was used in a process that was forked from the one that opened it."""
+
+
 class BusyError(DlmError):
     """As many requests wait as may: hand this one in again later."""
 

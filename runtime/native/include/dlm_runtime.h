@@ -472,14 +472,19 @@ DLM_API void dlm_scheduler_destroy(dlm_scheduler *scheduler);
 /* Hands a request in, from any thread; tokens [count] and options are as of dlm_session_start, and the deadline counts from now.
  * on_step is called on the thread that makes the passes, until the request is done, also where its job was destroyed before: `user`
  * lives that long. It must neither wait for a job nor run or destroy the scheduler; anything but 0 ends its request with DLM_CANCELLED. automaton and given are as of dlm_session_constrain_from; NULL and 0: no constraint. BUSY
- * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. */
+ * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. After a call of dlm_scheduler_run that failed, it returns
+ * the status of that call until the next one. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler *scheduler, const dlm_generate_options *options,
                                         const dlm_automaton *automaton, int32_t given, const int32_t *tokens, size_t count,
                                         char *message, size_t message_capacity, dlm_job **job);
 
-/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until nothing is left to do. before_pass, which
- * may be NULL, is as of dlm_session_before_pass: anything but 0 ends this call with DLM_CANCELLED, and the next one goes on. A request
- * that fails fails alone, and its job says why. INVALID_ARGUMENT where another thread is in this call. */
+/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until no request is left. before_pass may be NULL
+ * and is as of dlm_session_before_pass: any return value but 0 ends this call with DLM_CANCELLED, and the next call goes on.
+ *
+ * If one request fails, it fails alone, and its job has the reason: this includes errors as it ends, such as a constraint without a
+ * text. If making passes itself fails (no memory, an exception from before_pass), every request that is not done ends with the status
+ * and message that this call returns, so nobody waits for it. The scheduler can be run again. INVALID_ARGUMENT if another thread is in
+ * this call. */
 DLM_API dlm_status dlm_scheduler_run(dlm_scheduler *scheduler, int32_t until_idle, dlm_before_pass_fn before_pass, void *user,
                                      char *message, size_t message_capacity);
 

@@ -387,6 +387,7 @@ void share_passes(dlm_session& session, const dlm_generate_options& options, std
     ask_before_pass(session);
     for (size_t i = 0; i < jobs.size(); ++i)
       if (session.cancels.holds(i)) jobs[i]->cancel();
+    return true;
   });
   for (size_t i = 0; i < jobs.size(); ++i) {
     if (jobs[i]->status() != DLM_OK) throw dlm::Error(jobs[i]->status(), jobs[i]->message());

@@ -65,6 +65,9 @@ dlm_status guarded(Body body, Report report) noexcept {
     } catch (const std::exception& error) {
       report(error.what());
       return DLM_INTERNAL;
+    } catch (...) {
+      report(kForeign);
+      return DLM_INTERNAL;
     }
   } catch (...) {
     return DLM_OUT_OF_MEMORY;  // only a message that found no memory comes here

@@ -19,6 +19,9 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
+// The message for what a callback throws that is no std::exception.
+constexpr char kForeign[] = "a callback threw something that is not a std::exception";
+
 // Throws Error(status, printf-formatted message).
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(dlm_status status, const char* format, ...) {
   char message[1024];
