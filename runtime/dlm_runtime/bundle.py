@@ -79,7 +79,7 @@ class Bundle:
     def close(self) -> None:
         """Take no more requests, and free the engine and its weights once those that run have ended.
 
-        A stream ends at its next step, with RequestError. Raises ForkError in a forked process, where the bundle is the parent's.
+        A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
         """
         self._origin.check()
         with self._lock:

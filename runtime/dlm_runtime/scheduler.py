@@ -1,8 +1,8 @@
 """Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that makes the passes.
 
-That thread refers to a ``_Runner`` and never to the ``Scheduler``, so that a scheduler without references is collected. The thread
-destroys the native scheduler itself as it ends. It has to end before the interpreter does: Python ends a thread that is in a
-callback of native code by an exception, which native code does not let through.
+That thread refers to a ``_Runner`` and never to the ``Scheduler``, so that a scheduler without references is collected. The
+thread destroys the native scheduler itself as it ends. It has to end before the interpreter does: Python would end it by an
+exception in a callback of native code, which does not let it through and aborts.
 """
 
 from __future__ import annotations
@@ -389,8 +389,8 @@ class Scheduler:
         """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from now.
 
         ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if ``max_waiting`` requests wait
-        already, ClosedError after ``close``, the error that ended the scheduler's thread, and what ``generate`` raises for wrong
-        arguments.
+        already, ClosedError after ``close``, the error that ended the scheduler's thread, and what ``generate`` raises for
+        wrong arguments.
         """
         self._runner.check_open()
         if "cancel" in options:
