@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlm_runtime import _native, providers
-from dlm_runtime.errors import ClosedError, RequestError
+from dlm_runtime.errors import ClosedError, DlmWarning, RequestError
 from dlm_runtime.forks import Origin
 from dlm_runtime.infill import Infill, infill
 from dlm_runtime.manifest import text_files
@@ -589,8 +590,9 @@ def open(
 
     ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
     "none" (the bundle is checked and makes no passes). ``library`` is the path of the engine's library; None looks at
-    $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` of ONNX Runtime,
-    0 takes all cores; it gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
+    $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` are
+    those of ONNX Runtime: 0 takes all cores, and more than the cores of this process gives as many as these and a DlmWarning.
+    ONNX Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
     ``check_hashes=False`` compares files by size only.
 
     ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with the GPU's number behind it
@@ -624,6 +626,10 @@ def open(
         allow_fallback=int(allow_fallback),
         threads=threads,
     )
+    cores = len(os.sched_getaffinity(0))  # as the native library counts them
+    if threads > cores:
+        said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
+        warnings.warn(said, DlmWarning, stacklevel=2)
     bundle.provider = name
     bundle._folder = Path(path)
     if engine != "none":

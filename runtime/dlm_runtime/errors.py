@@ -28,6 +28,10 @@ class DlmError(Exception):
     exit_code = ExitCode.COULD_NOT
 
 
+class DlmWarning(UserWarning):
+    """Something was done in another way than it was asked for. The command line prints it as one line."""
+
+
 class BundleError(DlmError):
     """A bundle is missing, damaged, edited, or of a version that this runtime does not know."""
 

@@ -15,11 +15,13 @@ class Generation:
     ``passes`` counts those made by kind: ``prefill`` and ``store`` fill a cache, before and behind what is decided.
 
     ``finish`` says why it ended: "stop" (an end token, or a stop string), "length" (all is decided without one), "constraint"
-    (as well, and the text of its constraint is whole), "steps" (``max_steps``), "deadline" or "cancelled". Where it ended
+    (as well, and the text of its constraint is whole), "steps" (``max_steps``), "deadline" or "cancelled"; "unknown (N)" is a
+    reason that a newer native library has added. Where it ended
     before all was decided, ``undecided`` says where: there ``tokens`` has what the last pass proposed, and an end token where
     that looked at nothing (the mask token, if the denoiser has none). ``prompt_tokens`` counts the given ones,
     ``completion_tokens`` the others up to the first end token.
-    ``log_probs`` has ln p of each token when it was committed, by the denoiser's softmax, and None for all that were not.
+    ``log_probs`` has ln p of each token when it was committed, by the denoiser's softmax, and None for all that were not. The
+    values are finite: a probability that rounds to 0, as of a token that a constraint forces, gives -744.44.
     ``tool_calls`` are the calls that ``text`` consists of, none where it is anything else, or the request named no tools.
     """
 

@@ -173,7 +173,8 @@ typedef struct dlm_open_options {
                                  "onnxruntime" | "tensorrt" | "none": the bundle is checked, and makes no passes */
   const char *engine_library; /* path of the engine's library: libonnxruntime, libnvinfer or libtensorrt_rtx;
                                  NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
-  int32_t threads;            /* of onnxruntime; 0: all cores */
+  int32_t threads;            /* of onnxruntime, 0..4096; 0: all cores. More than the cores that the process may use: as many as
+                                 these, as further threads only slow passes down */
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
   const char *provider;       /* of onnxruntime: "cpu" (default) | "cuda" | "tensorrt" | "nv_tensorrt_rtx"; any but "cpu" makes
                                  engine "auto" onnxruntime */
@@ -374,12 +375,13 @@ enum {
  * of a constraint still wants stands before the end tokens. `undecided` tells it from what was committed. */
 typedef struct dlm_result {
   size_t struct_size;
-  int32_t finish;            /* DLM_FINISH_... */
+  int32_t finish;            /* DLM_FINISH_...; newer libraries may add values */
   int32_t nfe;               /* passes that the request took part in */
   int32_t prompt_tokens;     /* given ones */
   int32_t completion_tokens; /* the others, up to their first end token, which is none */
   const float *log_probs;    /* [length], ln p of a committed token, by the softmax of the pass that committed it, the mask
-                                token excluded; NaN at all other positions */
+                                token excluded; NaN at all other positions. Never infinite: a probability that rounds to 0
+                                gives ln of the smallest positive double, -744.44 */
   const uint8_t *undecided;  /* [length], 1: the request ended before a token was decided there */
   size_t length;             /* of the canvas */
 } dlm_result;
