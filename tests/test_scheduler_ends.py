@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import os
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from constraints import one_class
 from denoisers import ArithmeticDenoiser
 
 import dlm_runtime
 from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Generation, Job
-from dlm_runtime.constraints.compiled import Constraint
 
 WAIT_S = 30  # far more than any of these takes
 
@@ -68,17 +66,6 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
     environment = os.environ | variables
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
-
-
-def automaton(vocab_size: int, tokens: Sequence[int], edges: Sequence[tuple[int, int]], distances: Sequence[int]) -> Constraint:
-    """A constraint in which ``tokens`` are one class, and ``edges`` lead from state to state by it."""
-    classes = [0 if token in tokens else -1 for token in range(vocab_size)]
-    starts = [sum(1 for source, _ in edges if source < state) for state in range(len(distances) + 1)]
-    made_of = [0] * 8
-    numbers = [vocab_size, len(distances), 1, 1, 1, len(edges), *made_of, *classes, 0, 1, 0, *starts]
-    numbers += [to for _, to in edges] + [0] * len(edges) + list(distances)
-    data = b"DLMAUTO\x01" + struct.pack(f"<{len(numbers)}i", *numbers)
-    return Constraint(data + hashlib.sha256(data).digest())
 
 
 # ---- The thread ends ----
@@ -221,7 +208,7 @@ def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
     """By one token it leads to two states, from one of which an end is never reached by what follows."""
     denoiser = ArithmeticDenoiser(eos=0)
     try:
-        lost = automaton(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
+        lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
     except DlmError:
         pytest.skip("ambiguous automata are rejected as they are read")
     with denoiser.bundle as bundle, bundle.scheduler(max_running=4) as scheduler:

@@ -5,6 +5,7 @@
 // opened, and every output is bound to a buffer of exactly the shape that the pass asks for, so that the library refuses
 // to write anything else.
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -285,6 +286,13 @@ class OnnxRuntime final : public HostEngine {
   }
 
   void check_session(OrtStatus* reported) {
+    if (reported != nullptr && access("/proc/self/fd", F_OK) != 0) {
+      const std::string said = one_line(api().call<ort::GetErrorMessage>(reported));
+      api().call<ort::ReleaseStatus>(reported);
+      throw Error(DLM_ENGINE_FAILED, path_ + ": ONNX Runtime " + library_.version +
+                                         " reads weights through /proc, which is not mounted here. Mount it: `mount -t proc proc "
+                                         "/proc`, in a chroot or container before the program starts. (" + said + ")");
+    }
     check(api(), reported, path_ + ": onnxruntime " + library_.version, load_failure(api(), reported));
   }
 
