@@ -310,9 +310,11 @@ def test_nothing_is_written_into_a_folder_that_is_read(
     llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path, linked: bool
 ) -> None:
     def place(folder: Path) -> Path:
-        if linked:
-            (tmp_path / folder.name).symlink_to(folder)
-        return tmp_path / folder.name if linked else folder
+        if not linked:
+            return folder
+        link = tmp_path / f"to-{folder.parent.name}"
+        link.symlink_to(folder)
+        return link
 
     for command, source in (
         (("quantize", llada_bundle, "-o", place(llada_bundle) / "inner"), llada_bundle),

@@ -89,7 +89,7 @@ def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextMana
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Raise TakenError if ``output`` is one of the folders that are read, or lies in one; symbolic links are followed."""
+    """Raise TakenError if ``output`` is one of the ``sources`` or inside one. Symbolic links are followed."""
     for source in sources:
         wanted, read = output.resolve(), source.resolve()
         if wanted == read:

@@ -20,7 +20,7 @@ class Origin:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made the object."""
+        """True in the process that made the object."""
         return os.getpid() == self._process
 
     def check(self) -> None:

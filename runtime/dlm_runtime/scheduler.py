@@ -1,6 +1,6 @@
 """Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that makes the passes.
 
-That thread refers to a ``_Runner`` and never to the ``Scheduler``, so that a scheduler without references is collected. The
+The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is therefore collected. The
 thread destroys the native scheduler itself as it ends. It has to end before the interpreter does: Python would end it by an
 exception in a callback of native code, which does not let it through and aborts.
 """
@@ -127,7 +127,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended, so that ``result`` does not wait."""
+        """True once the job has ended: ``result`` then returns at once."""
         self._origin.check()
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
@@ -137,7 +137,7 @@ class Job:
         self._library.dlm_job_cancel(self._handle)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the job and return its result. ``timeout`` is in seconds; None waits as long as it takes.
+        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no limit.
 
         ``timings``, ``passes`` and ``cache_bytes`` of the result are empty, as passes are shared. Raises TimeoutError, what
         ``Bundle.generate`` raises, and the error that ended the scheduler's thread.
@@ -311,7 +311,7 @@ class _Runner:
                 self._changed.notify_all()
 
     def stats(self) -> SchedulerStats:
-        """What the scheduler did so far."""
+        """Counts and times up to now, or up to the end of the thread."""
         with self._changed:
             if self._last is not None:
                 return self._last
@@ -400,7 +400,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """What it did so far, or until it was closed."""
+        """Counts and times up to now, or up to ``close``."""
         self._runner.origin.check()
         return self._runner.stats()
 

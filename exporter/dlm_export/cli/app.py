@@ -7,7 +7,7 @@ kills it in the end, so that a shell's loop around it stops as well.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -70,12 +70,19 @@ def main() -> None:
     """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof of parity."""
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Print our own warnings as one line, without the place in the code."""
     if issubclass(category, DlmWarning):
         warn(str(message))
     else:
-        _show_any_warning(message, category, *where)
+        _show_any_warning(message, category, filename, lineno, file, line)
 
 
 _show_any_warning = warnings.showwarning

@@ -481,7 +481,7 @@ DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler *scheduler, const dlm_gene
                                         char *message, size_t message_capacity, dlm_job **job);
 
 /* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until no request is left. before_pass may be NULL
- * and is as of dlm_session_before_pass: any return value but 0 ends this call with DLM_CANCELLED, and the next call goes on.
+ * and is as of dlm_session_before_pass. If it returns anything but 0, this call ends with DLM_CANCELLED, and the next call goes on.
  *
  * If one request fails, it fails alone, and its job has the reason: this includes errors as it ends, such as a constraint without a
  * text. If making passes itself fails (no memory, an exception from before_pass), every request that is not done ends with the status

@@ -52,7 +52,8 @@ struct Manifest {
 // What it leaves in `unhashed` can be compared while an engine maps the same files: nothing may be computed before.
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
-// The compiled text file. Throws Error(DLM_UNSUPPORTED) if there is none, Error(DLM_BAD_BUNDLE) if it was changed since it was checked.
+// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle has no such file, and Error(DLM_BAD_BUNDLE) if the file
+// changed after the bundle was opened.
 std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
 // Throws Error(DLM_BAD_BUNDLE) for a file of another hash.

@@ -19,7 +19,7 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The message for what a callback throws that is no std::exception.
+// The message for an exception of a callback that does not derive from std::exception.
 constexpr char kForeign[] = "a callback threw something that is not a std::exception";
 
 // Throws Error(status, printf-formatted message).

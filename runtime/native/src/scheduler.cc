@@ -210,7 +210,7 @@ Scheduler::Failure Scheduler::thrown() noexcept {
   return {DLM_OUT_OF_MEMORY, "out of memory"};  // short enough for std::string to store it without an allocation
 }
 
-// Ends a request with what it has; if that fails, with the error.
+// Ends a request with its current canvas; if that fails, with the error.
 void Scheduler::end(Job& job, Finish why) noexcept {
   try {
     job.end(why);
@@ -251,7 +251,7 @@ void Scheduler::fail_all_with_thrown() noexcept {
   }
 }
 
-// Takes back what the request used, and wakes those who wait for it.
+// Releases the resources of a request and wakes the threads that wait for it.
 void Scheduler::finish(Job& job) noexcept {
   job.member_.reset();
   if (job.context_) contexts_.push_back(std::move(job.context_));
@@ -280,7 +280,7 @@ void Scheduler::finish_done() {
   }
 }
 
-// The requests of the next pass: those first that have waited longest for one. None if each of them failed.
+// The requests of the next pass: those first that have waited longest for one. Empty if every request failed.
 std::vector<std::shared_ptr<Job>> Scheduler::choose() {
   std::vector<std::shared_ptr<Job>> order(running_.begin(), running_.end());
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) { return one->served_ < other->served_; });

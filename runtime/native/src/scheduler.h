@@ -97,8 +97,8 @@ class Scheduler {
   // and the error that ended the last call of run().
   std::shared_ptr<Job> submit(Request request, const Limits& limits);
 
-  // Makes passes until stop() is called or, with until_idle, until no request is left. before_pass is called before each pass; when
-  // it returns false, the call throws Error(DLM_CANCELLED) and the requests stay as they are for the next call.
+  // Makes passes until stop() is called or, with until_idle, until no request is left. before_pass is called before each pass. If it
+  // returns false, the call throws Error(DLM_CANCELLED). The requests stay as they are for the next call.
   //
   // An error of one request ends that request alone. Any other error ends every request with its status and message, and is thrown;
   // until the next call of run(), submit() throws it too. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in this call.

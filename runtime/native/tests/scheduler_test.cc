@@ -179,7 +179,7 @@ enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
 
 struct NotAnException {};
 
-// The policy's own proposer, but for one of its calls, which throws.
+// The policy's own proposer. One of its calls throws.
 class Faulty final : public dlm::Proposer {
  public:
   Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault) : own_(dlm::make_proposer(of, policy)), fault_(fault) {}
@@ -417,7 +417,7 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
-// A request that fails as it ends, or anywhere else, fails alone: nobody waits for ever, and the others come to what they are alone.
+// A request that fails as it ends, or anywhere else, fails alone: every wait ends, and the other results do not change.
 void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -607,7 +607,7 @@ void test_threads(bool shares, int requests_a_thread) {
 }
 
 // Four threads hand in requests of every kind, some of which fail wherever one can, while the thread that makes passes is stopped and
-// started again and then destroyed with requests in it. All waits end, and what was left alone is what it is alone.
+// started again and then destroyed with requests in it. Every wait ends, and the results of the other requests do not change.
 void test_mixed_requests(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
