@@ -241,6 +241,27 @@ def test_the_interpreter_exits_with_a_scheduler_open_and_a_job_that_tells_of_its
     assert done.stderr == ""
 
 
+def test_the_interpreter_exits_while_daemon_threads_generate() -> None:
+    script = (
+        TINY
+        + """
+    bundle = tiny()
+    events = [None, threading.Event()]
+
+    def generate(cancel):
+        while True:
+            bundle.generate(tokens=[5], max_new_tokens=500, cancel=cancel)
+
+    for event in events:
+        threading.Thread(target=generate, args=(event,), daemon=True).start()
+    time.sleep(0.2)
+    print("exits")
+    """
+    )
+    done = run_script(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "exits\n", "")
+
+
 def test_a_forgotten_scheduler_ends_its_thread_and_lets_go_of_its_bundle() -> None:
     denoiser = ArithmeticDenoiser()
     before = threading.active_count()

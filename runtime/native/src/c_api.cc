@@ -162,7 +162,7 @@ namespace {
 using dlm::guarded;
 
 template <typename Body>
-dlm_status guarded(dlm_session* session, Body body) noexcept {
+dlm_status guarded(dlm_session* session, Body body) {
   if (session == nullptr) return DLM_INVALID_ARGUMENT;
   const auto report = [&](const char* text) {
     session->last_error = text;
@@ -421,7 +421,7 @@ dlm_bundle& dlm::bundle_of(dlm_session& session) { return session.bundle; }
 
 std::string& dlm::text_of(dlm_session& session) { return session.text; }
 
-dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) noexcept {
+dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) {
   return ::guarded(session, [&] { body(user); });
 }
 

@@ -87,6 +87,8 @@ void Scheduler::run(bool until_idle, const std::function<bool()>& before_pass) {
   bool is_paused;
   try {
     is_paused = !make_passes(until_idle, before_pass, lock);
+  } catch (const ThreadExit&) {
+    throw;
   } catch (...) {
     if (lock.owns_lock()) lock.unlock();
     fail_all_with_thrown();
