@@ -230,7 +230,7 @@ def test_the_interpreter_exits_with_a_scheduler_open_and_a_job_that_tells_of_its
         TINY
         + """
     schedulers = [bundle.scheduler() for bundle in (dlm_runtime.open(sys.argv[1], threads=2), tiny())]
-    jobs = [each.submit(tokens=[5], max_new_tokens=400, events=True) for each in schedulers for _ in range(3)]
+    jobs = [each.submit(tokens=[5], max_new_tokens=200, events=True) for each in schedulers for _ in range(3)]
     for job in jobs[::3]:
         next(iter(job))
     print("exits")
@@ -268,7 +268,7 @@ def test_a_forgotten_scheduler_ends_its_thread_and_lets_go_of_its_bundle() -> No
     scheduler = denoiser.bundle.scheduler()
     assert scheduler.submit(tokens=[5], max_new_tokens=4).result(WAIT_S).nfe > 0
     held = weakref.ref(scheduler)
-    job: Job | None = scheduler.submit(tokens=[5], max_new_tokens=40, events=True)
+    job: Job | None = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
     del scheduler
     gc.collect()
     assert held() is not None, "a job keeps it"
@@ -285,7 +285,7 @@ def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itsel
     denoiser = ArithmeticDenoiser()
     before = threading.active_count()
     scheduler: Any = denoiser.bundle.scheduler()
-    job: Any = scheduler.submit(tokens=[5], max_new_tokens=40, events=True)
+    job: Any = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
     kept = [scheduler, job]
     job._step = lambda _: kept.clear()
     del scheduler, job
@@ -333,7 +333,7 @@ def test_submit_and_stats_race_with_close() -> None:
 
 
 def test_in_a_forked_process_every_method_raises_at_once_and_the_parent_goes_on(demo: Bundle) -> None:
-    request: dict[str, Any] = {"prompt": "play jazz", "max_new_tokens": 48, "preset": "llada"}
+    request: dict[str, Any] = {"prompt": "play jazz", "max_new_tokens": 16, "preset": "llada"}
     alone = demo.generate(**request)
     with demo.scheduler(max_running=2) as scheduler:
         jobs = [scheduler.submit(**request, events=True) for _ in range(4)]
@@ -382,7 +382,7 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
         import dlm_runtime
         bundle = dlm_runtime.open(sys.argv[1], threads=2)
         scheduler = bundle.scheduler()
-        jobs = [scheduler.submit(prompt="play jazz", max_new_tokens=48, events=True) for _ in range(4)]
+        jobs = [scheduler.submit(prompt="play jazz", max_new_tokens=16, events=True) for _ in range(4)]
         next(iter(jobs[0]))
         if child := os.fork():
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), {job.result(30).text for job in jobs})
@@ -391,7 +391,7 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
                 bundle.generate(prompt="play jazz")
             except dlm_runtime.ForkError:
                 with dlm_runtime.open(sys.argv[1], threads=2) as own:
-                    assert own.generate(prompt="play jazz", max_new_tokens=48).text
+                    assert own.generate(prompt="play jazz", max_new_tokens=16).text
                 sys.exit(7)
     """
     done = run_script(script, str(demo_bundle))
@@ -421,7 +421,7 @@ def _same(one: Generation, other: Generation) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(demo: Bundle, count: int) -> None:
     draw = random.Random(count)
     constraint = demo.constraint(enum=["yes", "no", "it depends"])
