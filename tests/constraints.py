@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 
 from dlm_runtime.constraints.automaton import Automaton, compile_automaton
 from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
+from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
 # What JSON is written with, pieces of these, and bytes that are no characters by themselves.
@@ -88,3 +91,14 @@ def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
         if np.array_equal(closer, distances):
             return distances
         distances = closer
+
+
+def one_class(vocab_size: int, tokens: Sequence[int], edges: Sequence[tuple[int, int]], distances: Sequence[int]) -> Constraint:
+    """A constraint in which ``tokens`` are one class, and ``edges``, sorted, lead from state to state by it."""
+    classes = [0 if token in tokens else -1 for token in range(vocab_size)]
+    starts = [sum(1 for source, _ in edges if source < state) for state in range(len(distances) + 1)]
+    made_of = [0] * 8
+    numbers = [vocab_size, len(distances), 1, 1, 1, len(edges), *made_of, *classes, 0, 1, 0, *starts]
+    numbers += [to for _, to in edges] + [0] * len(edges) + list(distances)
+    data = b"DLMAUTO\x01" + struct.pack(f"<{len(numbers)}i", *numbers)
+    return Constraint(data + hashlib.sha256(data).digest())

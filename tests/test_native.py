@@ -257,7 +257,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
     succeed(tool("gcc"), "-shared", "-fPIC", source, "-o", fake)
     environment = ["env", "-u", "ORT_DISABLE_TELEMETRY", *([f"ORT_DISABLE_TELEMETRY={chosen}"] if chosen else [])]
     done = run(*environment, sanitized_example, *request_of_example.arguments, DLM_ONNXRUNTIME=str(fake))
-    assert f"{fake} is ONNX Runtime {seen}, and 1.20 or newer is needed" in done.stderr
+    assert f"{fake} is ONNX Runtime {seen}, and 1.23 or newer is needed" in done.stderr
 
 
 def test_onnxruntime_leaves_nothing_in_the_home_folder(

@@ -302,8 +302,32 @@ def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> 
     before = (llada_bundle / "manifest.json").read_bytes()
     result = _run("quantize", llada_bundle, "--precision", "int8", "-o", llada_bundle, "--force", "--no-verify")
     assert result.exit_code == 2
-    assert "is what the bundle is built from" in result.stderr
+    assert "is what is read from" in result.stderr
     assert (llada_bundle / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_nothing_is_written_into_a_folder_that_is_read(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path, linked: bool
+) -> None:
+    def place(folder: Path) -> Path:
+        if not linked:
+            return folder
+        link = tmp_path / f"to-{folder.parent.name}"
+        link.symlink_to(folder)
+        return link
+
+    for command, source in (
+        (("quantize", llada_bundle, "-o", place(llada_bundle) / "inner"), llada_bundle),
+        (("build", llada_checkpoint, "-o", place(llada_checkpoint) / "deep" / "inner", "--force"), llada_checkpoint),
+        (("capture", llada_checkpoint, "-o", llada_checkpoint / "golden.npz"), llada_checkpoint),
+        (("report", llada_bundle, llada_bundle, "-o", llada_bundle / "page.html"), llada_bundle),
+    ):
+        before = sorted(source.rglob("*"))
+        result = _run(*command)
+        assert result.exit_code == 2, result.output
+        assert "lies inside" in result.stderr
+        assert sorted(source.rglob("*")) == before
 
 
 def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:

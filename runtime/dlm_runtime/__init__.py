@@ -17,7 +17,9 @@ from dlm_runtime.errors import (
     ClosedError,
     ConstraintWarning,
     DlmError,
+    DlmWarning,
     EngineError,
+    ForkError,
     RequestError,
 )
 from dlm_runtime.infill import Infill
@@ -39,8 +41,10 @@ __all__ = [
     "ConstraintWarning",
     "DenoiserInfo",
     "DlmError",
+    "DlmWarning",
     "EngineError",
     "Event",
+    "ForkError",
     "Generation",
     "Infill",
     "Job",

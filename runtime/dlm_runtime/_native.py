@@ -173,14 +173,19 @@ class Result(C.Structure):
 
 
 FINISHES = ("none", "stop", "length", "steps", "deadline", "cancelled", "constraint")
-"""What a request ended by, by DLM_FINISH_..."""
+"""Names of DLM_FINISH_..., by number."""
+
+
+def finish_name(number: int) -> str:
+    """The name of a DLM_FINISH_... value; ``unknown (N)`` for one that only a newer library knows."""
+    return FINISHES[number] if 0 <= number < len(FINISHES) else f"unknown ({number})"
 
 
 def outcome(result: Result) -> dict[str, object]:
-    """What ``Generation`` says of a request that the native loop tells."""
+    """The fields of ``Generation`` that a native result holds."""
     return {
         "nfe": result.nfe,
-        "finish": FINISHES[result.finish],
+        "finish": finish_name(result.finish),
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": result.completion_tokens,
         "log_probs": [None if math.isnan(value) else value for value in result.log_probs[: result.length]],

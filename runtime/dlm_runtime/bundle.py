@@ -22,7 +22,8 @@ import numpy as np
 
 from dlm_runtime import _native, providers
 from dlm_runtime.constraints.layout import LAYOUTS, Layout
-from dlm_runtime.errors import ClosedError, ConstraintWarning, RequestError, shown
+from dlm_runtime.errors import ClosedError, ConstraintWarning, DlmWarning, RequestError, shown
+from dlm_runtime.forks import Origin
 from dlm_runtime.infill import Infill, infill
 from dlm_runtime.manifest import check_text_options, text_files
 from dlm_runtime.policy import Policy
@@ -65,6 +66,7 @@ class Bundle:
     def __init__(self, handle: C.c_void_p, tokenizer: Tokenizer | None, default_policy: Policy | None, owned: object = None):
         self._library = _native.library()
         self._handle = handle
+        self._origin = Origin("bundle")
         self._owned = owned  # what must live as long as the handle, such as a callback
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
@@ -99,8 +101,9 @@ class Bundle:
     def close(self) -> None:
         """Take no more requests, and free the engine and its weights once those that run have ended.
 
-        A stream ends at its next step, with RequestError.
+        A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
         """
+        self._origin.check()
         with self._lock:
             self._is_closed = True
             self._free()
@@ -118,6 +121,7 @@ class Bundle:
             self._tokenizer.close()
 
     def _check_open(self) -> None:
+        self._origin.check()
         if self._is_closed:
             raise ClosedError("the bundle is closed")
 
@@ -189,6 +193,7 @@ class Bundle:
         from dlm_runtime.constraints.byte_automaton import CompileLimits
         from dlm_runtime.constraints.vocabulary import read_vocabulary
 
+        self._origin.check()
         if not isinstance(json_object, bool):
             raise RequestError(f"json_object = {shown(json_object)}: give True or False")
         options = {"schema": schema, "regex": regex, "enum": enum, "json_object": json_object or None, "tools": tools}
@@ -288,10 +293,11 @@ class Bundle:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._origin.is_here:
+            self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
+        if getattr(self, "_handle", None) and self._origin.is_here:
             self.close()
 
     def policy(self, preset: str | None = None, effort: str | None = None, **changes: Any) -> Policy:
@@ -605,18 +611,22 @@ class Bundle:
         return Scheduler(self, max_running, max_waiting, max_tokens, cache_bytes, max_pass_ms, cost)
 
     def _begin(self) -> None:
-        """Whoever begins keeps the engine until it ends."""
+        """Keep the engine until the matching ``_end``."""
+        self._origin.check()
         with self._lock:
             self._check_open()
             self._busy += 1
 
     def _end(self) -> None:
+        if not self._origin.is_here:
+            return
         with self._lock:
             self._busy -= 1
             self._free()
 
     @contextmanager
     def _session(self, cancels: Cancels = (), constraint: Constraint | None = None) -> Iterator[C.c_void_p]:
+        self._origin.check()  # before the lock, which another thread may have held at the fork
         with self._lock:
             self._check_open()
             session = self._idle.pop() if self._idle else C.c_void_p()
@@ -632,10 +642,11 @@ class Bundle:
             with seen_between_passes(session, cancels):
                 yield session
         finally:
-            with self._lock:
-                self._idle.append(session)
-                self._busy -= 1
-                self._free()
+            if self._origin.is_here:
+                with self._lock:
+                    self._idle.append(session)
+                    self._busy -= 1
+                    self._free()
 
 
 def _content(kind: str, value: Any) -> str:
@@ -731,8 +742,9 @@ def open(
 
     ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
     "none" (the bundle is checked and makes no passes). ``library`` is the path of the engine's library; None looks at
-    $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` of ONNX Runtime,
-    0 takes all cores; it gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
+    $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` are
+    those of ONNX Runtime: 0 takes all cores, and more than the cores of this process gives as many as these and a DlmWarning.
+    ONNX Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
     ``check_hashes=False`` compares files by size only.
 
     ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with the GPU's number behind it
@@ -766,6 +778,10 @@ def open(
         allow_fallback=int(allow_fallback),
         threads=threads,
     )
+    cores = len(os.sched_getaffinity(0))  # as the native library counts them
+    if threads > cores:
+        said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
+        warnings.warn(said, DlmWarning, stacklevel=2)
     bundle.provider = name
     bundle._folder = Path(path)
     check_text_options(bundle.manifest, bundle._folder)

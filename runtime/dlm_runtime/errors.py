@@ -29,6 +29,10 @@ class DlmError(Exception):
     exit_code = ExitCode.COULD_NOT
 
 
+class DlmWarning(UserWarning):
+    """Something was done in another way than it was asked for. The command line prints it as one line."""
+
+
 class BundleError(DlmError):
     """A bundle is missing, damaged, edited, or of a version that this runtime does not know."""
 
@@ -47,6 +51,10 @@ class ClosedError(RequestError):
 
 class EngineError(DlmError):
     """The inference engine is missing, too old, or failed while it ran."""
+
+
+class ForkError(DlmError, RuntimeError):
+    """A bundle, scheduler or job was used in a process that was forked from the one that opened it."""
 
 
 class BusyError(DlmError):

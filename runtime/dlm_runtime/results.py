@@ -22,11 +22,12 @@ class Generation:
             cache afterwards.
         finish: Why it ended: "stop" (an end token, or a stop string), "length" (all is decided, without an end token),
             "constraint" (likewise, and the text of the constraint is complete), "steps" (``max_steps``), "deadline" or
-            "cancelled".
+            "cancelled". "unknown (N)" is a reason that a newer native library has added.
         prompt_tokens: Number of given tokens.
         completion_tokens: Number of other tokens, up to and not including the first end token.
         log_probs: ln p of each token when it was committed, by the denoiser's softmax. None for given and undecided tokens, and
-            for those after an early end.
+            for those after an early end. Always finite: a probability that rounds to 0, as of a token that a constraint forces,
+            gives -744.44.
         undecided: True for each position whose token was not decided when the request ended.
         tool_calls: The calls that ``text`` consists of. Empty if the text is anything else, if the request had no tools, or
             unless the whole text was decided.

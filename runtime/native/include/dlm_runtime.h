@@ -174,7 +174,8 @@ typedef struct dlm_open_options {
                                  "onnxruntime" | "tensorrt" | "none": the bundle is checked, and makes no passes */
   const char *engine_library; /* path of the engine's library: libonnxruntime, libnvinfer or libtensorrt_rtx;
                                  NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
-  int32_t threads;            /* of onnxruntime; 0: all cores */
+  int32_t threads;            /* of onnxruntime, 0..4096; 0: all cores. More than the cores that the process may use: as many as
+                                 these, as further threads only slow passes down */
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
   const char *provider;       /* of onnxruntime: "cpu" (default) | "cuda" | "tensorrt" | "nv_tensorrt_rtx"; any but "cpu" makes
                                  engine "auto" onnxruntime */
@@ -375,12 +376,13 @@ enum {
  * of a constraint still wants stands before the end tokens. `undecided` tells it from what was committed. */
 typedef struct dlm_result {
   size_t struct_size;
-  int32_t finish;            /* DLM_FINISH_... */
+  int32_t finish;            /* DLM_FINISH_...; newer libraries may add values */
   int32_t nfe;               /* passes that the request took part in */
   int32_t prompt_tokens;     /* given ones */
   int32_t completion_tokens; /* the others, up to their first end token, which is none */
   const float *log_probs;    /* [length], ln p of a committed token, by the softmax of the pass that committed it, the mask
-                                token excluded; NaN at all other positions */
+                                token excluded; NaN at all other positions. Never infinite: a probability that rounds to 0
+                                gives ln of the smallest positive double, -744.44 */
   const uint8_t *undecided;  /* [length], 1: the request ended before a token was decided there */
   size_t length;             /* of the canvas */
   double constraint_log_prob_loss; /* nats, 0 or more: how much less likely the constraint made the text. The sum over positions of
@@ -477,14 +479,19 @@ DLM_API void dlm_scheduler_destroy(dlm_scheduler *scheduler);
 /* Hands a request in, from any thread; tokens [count] and options are as of dlm_session_start, and the deadline counts from now.
  * on_step is called on the thread that makes the passes, until the request is done, also where its job was destroyed before: `user`
  * lives that long. It must neither wait for a job nor run or destroy the scheduler; anything but 0 ends its request with DLM_CANCELLED. automaton and given are as of dlm_session_constrain_from; NULL and 0: no constraint. BUSY
- * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. */
+ * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. After a call of dlm_scheduler_run that failed, it returns
+ * the status of that call until the next one. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler *scheduler, const dlm_generate_options *options,
                                         const dlm_automaton *automaton, int32_t given, const int32_t *tokens, size_t count,
                                         char *message, size_t message_capacity, dlm_job **job);
 
-/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until nothing is left to do. before_pass, which
- * may be NULL, is as of dlm_session_before_pass: anything but 0 ends this call with DLM_CANCELLED, and the next one goes on. A request
- * that fails fails alone, and its job says why. INVALID_ARGUMENT where another thread is in this call. */
+/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until no request is left. before_pass may be NULL
+ * and is as of dlm_session_before_pass. If it returns anything but 0, this call ends with DLM_CANCELLED, and the next call goes on.
+ *
+ * If one request fails, it fails alone, and its job has the reason: this includes errors as it ends, such as a constraint without a
+ * text. If making passes itself fails (no memory, an exception from before_pass), every request that is not done ends with the status
+ * and message that this call returns, so nobody waits for it. The scheduler can be run again. INVALID_ARGUMENT if another thread is in
+ * this call. */
 DLM_API dlm_status dlm_scheduler_run(dlm_scheduler *scheduler, int32_t until_idle, dlm_before_pass_fn before_pass, void *user,
                                      char *message, size_t message_capacity);
 

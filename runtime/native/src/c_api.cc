@@ -1,4 +1,6 @@
 // The C ABI over the core: argument checks, handles, and the wall that no exception crosses.
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -11,6 +13,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -160,7 +163,7 @@ namespace {
 using dlm::guarded;
 
 template <typename Body>
-dlm_status guarded(dlm_session* session, Body body) noexcept {
+dlm_status guarded(dlm_session* session, Body body) {
   if (session == nullptr) return DLM_INVALID_ARGUMENT;
   const auto report = [&](const char* text) {
     session->last_error = text;
@@ -226,6 +229,20 @@ EngineChoice choose_engine(const dlm_open_options& options) {
               choice.provider.name.c_str());
   if (engine == "auto") choice.engine = "onnxruntime";
   return choice;
+}
+
+// The cores that this process may use; 0 if the system does not say.
+int available_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int>(std::thread::hardware_concurrency());  // a machine of more cores than the set holds
+}
+
+// More threads than cores only wait for each other, and the engine takes minutes to start thousands.
+int limit_threads(int32_t wanted) {
+  if (wanted < 0 || wanted > 4096) dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", wanted);
+  const int cores = available_cores();
+  return cores > 0 ? std::min<int>(wanted, cores) : wanted;
 }
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const EngineChoice& choice, const std::string& library,
@@ -388,6 +405,7 @@ void share_passes(dlm_session& session, const dlm_generate_options& options, std
     ask_before_pass(session);
     for (size_t i = 0; i < jobs.size(); ++i)
       if (session.cancels.holds(i)) jobs[i]->cancel();
+    return true;
   });
   for (size_t i = 0; i < jobs.size(); ++i) {
     if (jobs[i]->status() != DLM_OK) throw dlm::Error(jobs[i]->status(), jobs[i]->message());
@@ -404,7 +422,7 @@ dlm_bundle& dlm::bundle_of(dlm_session& session) { return session.bundle; }
 
 std::string& dlm::text_of(dlm_session& session) { return session.text; }
 
-dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) noexcept {
+dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) {
   return ::guarded(session, [&] { body(user); });
 }
 
@@ -467,8 +485,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     dlm_open_options chosen = default_open_options();
     if (options != nullptr) chosen = dlm::take(*options, chosen);
     const EngineChoice choice = choose_engine(chosen);
-    if (chosen.threads < 0 || chosen.threads > 4096)
-      dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", chosen.threads);
+    const int threads = limit_threads(chosen.threads);
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, choice.engine);
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
@@ -477,7 +494,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = open_engine(opened->manifest, choice, library, chosen.threads);
+      opened->engine = open_engine(opened->manifest, choice, library, threads);
     } catch (...) {
       hashed.get();  // a damaged file explains what an engine says of it
       throw;

@@ -124,9 +124,7 @@ dlm_status dlm_scheduler_run(dlm_scheduler* scheduler, int32_t until_idle, dlm_b
                              size_t message_capacity) {
   return dlm::guarded(message, message_capacity, [&] {
     dlm::require(scheduler, "scheduler");
-    scheduler->scheduler.run(until_idle != 0, [&] {
-      if (before_pass != nullptr && before_pass(user) != 0) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
-    });
+    scheduler->scheduler.run(until_idle != 0, [&] { return before_pass == nullptr || before_pass(user) == 0; });
   });
 }
 

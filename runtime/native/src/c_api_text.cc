@@ -128,7 +128,7 @@ class Generating {
 // `prompt_of` makes the text that is encoded.
 template <class PromptOf>
 dlm_status generate(dlm_session* session, const dlm_generate_options* options, bool is_prompt, PromptOf prompt_of, dlm_text_fn on_text,
-                    void* user, const char** text, size_t* size) noexcept {
+                    void* user, const char** text, size_t* size) {
   if (text != nullptr) *text = nullptr;
   if (size != nullptr) *size = 0;
   std::unique_ptr<Generating> generating;

@@ -302,9 +302,11 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
 }
 
 void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
+  // A constraint may force a token whose probability rounds to 0. Its logarithm stays finite: sums of it do, and JSON has no infinity.
+  constexpr double least = std::numeric_limits<double>::denorm_min();
   for (const int32_t number : chosen) {
     const auto row = static_cast<size_t>(number);
-    take(positions_[row], proposals.tokens[row], std::log(proposals.probs[row]), proposals.losses[row]);
+    take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)), proposals.losses[row]);
   }
   committed_ = static_cast<int32_t>(chosen.size());
 }
