@@ -41,14 +41,29 @@ def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--messages", type=FILE, metavar="FILE", help="A conversation: JSON list of messages with role and content."
         ),
-        click.option("--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."),
-        click.option("--tool-choice", help="auto, required, none, or a function's name.  [default: auto]"),
-        click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
-        click.option("--call-format", help="object, list, lines or tool_call.  [default: the chat template's, or object]"),
     )
+    command = tool_options("auto")(command)
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def tool_options(choice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that describe tools. ``choice``: the default of ``--tool-choice``, for the help text."""
+    choices = "auto, required, none, or a function's name" if choice == "auto" else "required, or a function's name"
+    options = (
+        click.option("--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."),
+        click.option("--tool-choice", help=f"{choices}.  [default: {choice}]"),
+        click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
+        click.option("--call-format", help="object, list, lines or tool_call.  [default: the chat template's, or object]"),
+    )
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -13,7 +13,7 @@ fn bundle() -> Bundle {
 }
 
 fn few() -> Options {
-    Options { max_new_tokens: 40, ..Options::default() }
+    Options { max_new_tokens: Some(40), ..Options::default() }
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn another_thread_ends_a_request() {
                 thread::yield_now();
             }
         });
-        let long = Options { max_new_tokens: 400, ..Options::default() };
+        let long = Options { max_new_tokens: Some(400), ..Options::default() };
         let out = session.generate_text(PROMPT, &long, |_| ControlFlow::Continue(()));
         over.store(true, std::sync::atomic::Ordering::Relaxed);
         out.unwrap()
@@ -76,7 +76,7 @@ fn another_thread_ends_a_request() {
 fn what_cannot_be_is_said() {
     assert!(Bundle::open("/no/such/bundle", 1).err().unwrap().to_string().starts_with("NOT_FOUND: /no/such/bundle"));
     let mut session = Session::new(&bundle()).unwrap();
-    let long = Options { max_new_tokens: 1 << 30, ..Options::default() };
+    let long = Options { max_new_tokens: Some(1 << 30), ..Options::default() };
     let refused = session.generate_text(PROMPT, &long, |_| ControlFlow::Continue(())).unwrap_err();
     assert!(refused.sentence.contains("is longer than the denoiser's"), "{refused}");
 }
