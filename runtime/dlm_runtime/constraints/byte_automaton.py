@@ -180,7 +180,7 @@ def _compile(expression: bytes, limits: CompileLimits) -> tuple[np.ndarray, np.n
 
 def _why(code: int, said: bytes, limits: CompileLimits) -> DlmError:
     if b"No module named 'outlines_core'" in said:
-        return DlmError("constraints need outlines-core: pip install 'dlm-export[constrain]'")
+        return DlmError("outlines-core is not installed, and constraints need it: pip install 'outlines-core>=0.2.14,<0.3'")
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return RequestError(
             f"regex: compiling it takes more than {limits.seconds} s of processor time: make counts smaller, or raise seconds"
