@@ -21,14 +21,14 @@ _KIND_OPTIONS = (
     click.option(
         "--max-depth",
         type=click.IntRange(0, 64),
-        help="How often a schema may lie within itself; of --json-object, its depth.",
+        help="How many levels a recursive schema, or a JSON object of --json-object, may nest.",
     ),
 )
 _CONSTRAIN_FROM = click.option(
     "--constrain-from",
     type=click.IntRange(0),
     metavar="CHARACTERS",
-    help="With --infill: the constraint is of the text behind so many characters of it, not of its hole alone.",
+    help="With --infill: constrain the whole text after this many characters, instead of the hole alone.",
 )
 
 

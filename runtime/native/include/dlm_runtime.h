@@ -234,8 +234,8 @@ DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
 /* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
 DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 
-/* The max_new_tokens of a request that sets DLM_DEFAULT_NEW_TOKENS: loop.max_new_tokens of the manifest, or 128 if the manifest
- * has none. 0 for NULL. */
+/* The max_new_tokens of a request that sets DLM_DEFAULT_NEW_TOKENS: loop.max_new_tokens of the manifest, 128 by default.
+ * 0 for NULL. */
 DLM_API int32_t dlm_bundle_max_new_tokens(const dlm_bundle *bundle);
 
 /* Fills *policy, up to its struct_size, with a preset of the manifest; name NULL: the bundle's default. policy->struct_size
