@@ -115,7 +115,7 @@ func TestPresetsEffortLevelsAndChangedFieldsChooseTheLoop(t *testing.T) {
 	if first := generate(t, s, "go", draws).Text; first != generate(t, s, "go", draws).Text {
 		t.Error("a seed gives two texts")
 	}
-	for name, value := range map[string]float64{"threshold": 2, "top_k": 1.5, "seed": -1, "select": 1, "x": 1} {
+	for name, value := range map[string]float64{"threshold": 2, "top_k": 1.5, "seed": 1 << 64, "temperature": -1, "select": 1, "x": 1} {
 		if changed.Set(name, value) == nil {
 			t.Errorf("%s = %v is accepted", name, value)
 		}

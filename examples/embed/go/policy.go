@@ -57,8 +57,10 @@ func (p *Policy) Set(name string, value float64) error {
 	if field.kind == C.DLM_FIELD_CHOICE {
 		return invalid("policy: %s is a text: use SetChoice", name)
 	}
+	// The highest seed, 2^64 - 1, rounds up to 2^64 as a float64, and that overflows a uint64.
+	isTooLarge := field.kind == C.DLM_FIELD_UINT64 && value >= math.MaxUint64
 	isWhole := field.kind == C.DLM_FIELD_DOUBLE || value == math.Trunc(value)
-	if !isWhole || !(value >= float64(field.lowest) && value <= float64(field.highest)) {
+	if !isWhole || isTooLarge || !(value >= float64(field.lowest) && value <= float64(field.highest)) {
 		return invalid("policy: %s = %v is not a number that this field takes, in %v..%v", name, value, field.lowest, field.highest)
 	}
 	place := unsafe.Add(unsafe.Pointer(&p.fields), field.offset)
