@@ -86,6 +86,15 @@ def test_a_base_install_needs_no_heavy_package() -> None:
     assert not names & {*HEAVY}
 
 
+def test_a_missing_constraint_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+    from dlm_runtime.errors import DlmError
+
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(DlmError, match="outlines-core is not installed, and constraints need it: pip install"):
+        byte_automaton("ab+", CompileLimits())
+
+
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
     # Where it finds itself on a build server it keeps to itself in any case.
     clean = ["env", *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")), f"HOME={tmp_path}"]

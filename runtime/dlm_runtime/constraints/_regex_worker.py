@@ -45,7 +45,7 @@ def answer(expression: str, most_states: int) -> list[bytes]:
         following, first = transitions(expression)
         if len(following) > most_states:
             raise ValueError(str(len(following)))
-    except MemoryError:
+    except (MemoryError, ImportError):
         raise
     except BaseException as err:  # a panic of Rust's derives from nothing else
         reason = json.dumps({"refused": str(err)[:REASON_LIMIT]}).encode()
