@@ -99,7 +99,7 @@ def test_targets_lists_what_can_be_built() -> None:
     assert "cpu" in invoke("targets").stdout
 
 
-@pytest.mark.parametrize("command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor"])
+@pytest.mark.parametrize("command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor", "compile"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     text = invoke(command, "--help").stdout
     assert f"Example: dlm-export {command}" in text

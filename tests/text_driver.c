@@ -124,7 +124,19 @@ static void test_generating(dlm_bundle *bundle) {
   CLAIM(dlm_generate_text(session, &options, "x", 1, NULL, NULL, NULL, &size) == DLM_INVALID_ARGUMENT);
   CLAIM(dlm_generate_text(session, &options, "\xff", 1, NULL, NULL, &text, &size) == DLM_INVALID_ARGUMENT);
   CLAIM(dlm_generate_text(NULL, &options, "x", 1, NULL, NULL, &text, &size) == DLM_INVALID_ARGUMENT);
-  options.max_new_tokens = -1;
+  dlm_generate_options_init(&options);
+  CLAIM(options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS);
+  CLAIM(dlm_generate_text(session, &options, PROMPT, strlen(PROMPT), NULL, NULL, &text, &size) == DLM_OK);
+  char by_default[4096];
+  CLAIM(size > 0 && size < sizeof by_default);
+  memcpy(by_default, text, size + 1);
+  options.max_new_tokens = dlm_bundle_max_new_tokens(bundle);
+  CLAIM(dlm_generate_text(session, &options, PROMPT, strlen(PROMPT), NULL, NULL, &text, &size) == DLM_OK);
+  CLAIM(strcmp(text, by_default) == 0); /* the length is the bundle's own */
+  options.max_new_tokens = 0;
+  CLAIM(dlm_generate_text(session, &options, PROMPT, strlen(PROMPT), NULL, NULL, &text, &size) == DLM_OK);
+  CLAIM(dlm_session_result(session, 0, &result) == DLM_OK && result.nfe == 0); /* 0 stays 0 */
+  options.max_new_tokens = -2;
   CLAIM(dlm_generate_text(session, &options, "x", 1, NULL, NULL, &text, &size) == DLM_INVALID_ARGUMENT);
   CLAIM(strstr(dlm_session_last_error(session), "is negative") != NULL);
   dlm_session_destroy(session);

@@ -14,6 +14,7 @@ import click
 from dlm_export.cli import (
     building,
     capturing,
+    constraining,
     conversing,
     embedding,
     examining,
@@ -32,7 +33,7 @@ COMMANDS = (
     inspecting.inspect,
     *(building.build, building.quantize, building.engine),
     *(judging.verify, judging.compare, judging.report, capturing.capture),
-    *(fitting.effort, running.run, conversing.chat, running.bench),
+    *(fitting.effort, running.run, conversing.chat, running.bench, constraining.compile_constraint),
     *(planning.plan, planning.targets, embedding.embed, examining.doctor),
 )
 

@@ -16,6 +16,7 @@ from dlm_export.cli.options import (
     effort_option,
     engine_option,
     opening,
+    options,
     policy_changes,
     preset_option,
     provider_options,
@@ -35,20 +36,29 @@ _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_forma
 
 def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What is said before the answer, and the functions that may be called, for commands that generate."""
-    options = (
+    own = (
         click.option("--chat", help="A user's message, put through the bundle's chat template."),
-        click.option("--system", help="With --chat: what stands in front of it, for the denoiser to keep to."),
+        click.option("--system", help="System message for --chat."),
         click.option(
             "--messages", type=FILE, metavar="FILE", help="A conversation: JSON list of messages with role and content."
         ),
-        click.option("--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."),
-        click.option("--tool-choice", help="auto, required, none, or a function's name.  [default: auto]"),
-        click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
-        click.option("--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return options(own)(tool_options("auto")(command))
+
+
+def tool_options(choice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that describe tools. ``choice``: the default of ``--tool-choice``, for the help text."""
+    choices = "auto, required, none, or a function's name" if choice == "auto" else "required, or a function's name"
+    return options(
+        (
+            click.option(
+                "--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."
+            ),
+            click.option("--tool-choice", help=f"{choices}.  [default: {choice}]"),
+            click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
+            click.option("--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"),
+        )
+    )
 
 
 def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:

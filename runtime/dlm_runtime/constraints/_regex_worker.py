@@ -67,7 +67,7 @@ def answer(expression: str, most_states: int) -> list[bytes]:
                     order.append(target)
         if len(order) > most_states:
             raise ValueError(str(len(order)))
-    except MemoryError:
+    except (MemoryError, ImportError):
         raise
     except BaseException as err:  # a panic in Rust code is a BaseException
         reason = json.dumps({"refused": str(err)[:REASON_LIMIT]}).encode()

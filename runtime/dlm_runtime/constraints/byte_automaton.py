@@ -244,7 +244,7 @@ def _compile(expression: str, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
 
 def _why(code: int, said: bytes, limits: CompileLimits) -> DlmError:
     if b"No module named 'outlines_core'" in said:
-        return DlmError("constraints need outlines-core: pip install 'dlm-export[constrain]'")
+        return DlmError("outlines-core is not installed, and constraints need it: pip install 'outlines-core>=0.2.14,<0.3'")
     if code in (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGKILL):
         return _too_long(limits)
     return _too_large(limits)

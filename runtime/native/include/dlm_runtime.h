@@ -131,8 +131,9 @@ typedef struct dlm_policy {
   double temperature;      /* of "sample", above 0, at most 1e300: logits are divided by it; 0 for "argmax" */
   uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for
                               what floating-point noise of the engine changes */
-  const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the
-                              rows of its last pass are stored, computed while some of it was masked */
+  const char *store;       /* of "block": how a finished block is stored. "pass": by one more pass over it, which is exact |
+                              "open": that pass also runs the next block and decides in it; the canvas is the same |
+                              "reuse": the rows of its last pass are stored; some of its tokens were still masked then */
   int32_t sub_block_length; /* of block-causal attention: positions of a block that are decided before the next ones; divides
                                block_length. 0: all together */
   int32_t edit_passes;     /* of "edit": passes over a finished block, at most; the first that changes nothing is the last */
@@ -235,8 +236,8 @@ DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
 /* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
 DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 
-/* How many mask tokens a request is best given that has no wish of its own: loop.max_new_tokens of the manifest, 128 where it has
- * none, 0 for NULL. */
+/* The max_new_tokens of a request that sets DLM_DEFAULT_NEW_TOKENS: loop.max_new_tokens of the manifest, 128 by default.
+ * 0 for NULL. */
 DLM_API int32_t dlm_bundle_max_new_tokens(const dlm_bundle *bundle);
 
 /* Fills *policy, up to its struct_size, with a preset of the manifest; name NULL: the bundle's default. policy->struct_size
@@ -305,10 +306,14 @@ typedef struct dlm_step {
  * and it must not destroy it. */
 typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 
+/* A value of dlm_generate_options.max_new_tokens: use the bundle's own number, dlm_bundle_max_new_tokens. */
+#define DLM_DEFAULT_NEW_TOKENS (-1)
+
 typedef struct dlm_generate_options {
   size_t struct_size;
   const dlm_policy *policy; /* NULL: the bundle's default preset (dlm_policy_init's policy for a callback bundle) */
-  int32_t max_new_tokens;   /* mask tokens put behind the given ones; 128 unless said */
+  int32_t max_new_tokens;   /* how many mask tokens follow the given ones, 0 or more. 0: fill only the mask tokens among the given
+                               ones. DLM_DEFAULT_NEW_TOKENS (the initial value): the bundle's own number */
   int32_t steps;            /* passes planned for the whole generation, split evenly over the blocks; 0: the policy's */
   dlm_step_fn on_step;      /* may be NULL */
   void *user;
@@ -335,7 +340,8 @@ typedef struct dlm_stats {
 
 /* Fills the canvas and returns when every position is decided, or the request was ended (dlm_result). tokens: the given ones on
  * entry (mask tokens among them are undecided, as the new ones are), the whole canvas on return; count: how many are given;
- * capacity counts tokens and must hold count + max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
+ * capacity counts tokens and must be at least count + max_new_tokens (with
+ * DLM_DEFAULT_NEW_TOKENS: count + dlm_bundle_max_new_tokens). INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
  * the denoiser takes. stats may be NULL. */
 DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
                                         size_t count, size_t capacity, dlm_stats *stats, size_t *length);

@@ -52,10 +52,10 @@ using StepFn = std::function<bool(const dlm_step& step)>;
 using TextFn = std::function<bool(std::string_view delta)>;
 using BeforePassFn = std::function<bool()>;
 
-// dlm_generate_options.
+// dlm_generate_options. GenerateOptions{} has its defaults.
 struct GenerateOptions {
   std::optional<Policy> policy;  // none: the bundle's default preset
-  std::int32_t max_new_tokens = 0;
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's own number
   std::int32_t steps = 0;
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
@@ -294,7 +294,9 @@ class Session {
     const std::size_t count = tokens.size();
     dlm_denoiser denoiser;
     dlm_bundle_denoiser(bundle_.get(), &denoiser);  // no longer canvas is accepted, whatever is asked for
-    tokens.resize(count + static_cast<std::size_t>(std::clamp(options.max_new_tokens, 0, denoiser.max_canvas_length)));
+    const std::int32_t wanted =
+        options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS ? dlm_bundle_max_new_tokens(bundle_.get()) : options.max_new_tokens;
+    tokens.resize(count + static_cast<std::size_t>(std::clamp(wanted, 0, denoiser.max_canvas_length)));
     std::size_t length = 0;
     check(dlm_session_generate(get(), &given, tokens.data(), count, tokens.size(), nullptr, &length), callbacks.thrown);
     tokens.resize(length);

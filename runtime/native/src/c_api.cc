@@ -26,7 +26,9 @@ namespace {
 
 std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* tokens, size_t count, int32_t new_tokens) {
   if (count > 0) require(tokens, "tokens");
-  if (new_tokens < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative", new_tokens);
+  if (new_tokens < 0)
+    dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative, and is not DLM_DEFAULT_NEW_TOKENS (%d)", new_tokens,
+              DLM_DEFAULT_NEW_TOKENS);
   const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
   const size_t length = count + static_cast<size_t>(new_tokens);
   if (count > longest || length > longest)
@@ -46,7 +48,7 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
 dlm_generate_options default_generate_options() {
   dlm_generate_options options{};
   options.struct_size = sizeof options;
-  options.max_new_tokens = dlm::kNewTokens;
+  options.max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
   return options;
 }
 
@@ -54,13 +56,14 @@ dlm_generate_options default_generate_options() {
 
 namespace dlm {
 
-dlm_generate_options take_options(const dlm_generate_options* options) {
+dlm_generate_options take_options(const dlm_bundle& bundle, const dlm_generate_options* options) {
   require(options, "options");
-  const dlm_generate_options taken = take(*options, default_generate_options());
+  dlm_generate_options taken = take(*options, default_generate_options());
   if (taken.steps < 0) fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", taken.steps);
   if (taken.max_steps < 0) fail(DLM_INVALID_ARGUMENT, "max_steps = %d is negative", taken.max_steps);
   if (!(taken.deadline_ms >= 0 && taken.deadline_ms <= kLongest))
     fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", taken.deadline_ms, kLongest);
+  if (taken.max_new_tokens == DLM_DEFAULT_NEW_TOKENS) taken.max_new_tokens = dlm_bundle_max_new_tokens(&bundle);
   return taken;
 }
 
@@ -644,7 +647,7 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options
     require(length, "length");
     require(tokens, "tokens");
     session->batch.reset();
-    const dlm_generate_options chosen = take_options(options);
+    const dlm_generate_options chosen = take_options(session->bundle, options);
     start(*session, chosen, tokens, count, capacity);
     while (!session->batch->done()) {
       step(*session);
@@ -669,7 +672,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
   if (stats != nullptr) *stats = {};
   return guarded(session, [&] {
     session->batch.reset();
-    const dlm_generate_options chosen = take_options(options);
+    const dlm_generate_options chosen = take_options(session->bundle, options);
     if (chosen.on_step != nullptr)
       dlm::fail(DLM_INVALID_ARGUMENT, "on_step must be NULL: requests that run together have no step of their own");
     if (max_batch < 1 || max_batch > dlm::kMostRequests)
@@ -707,7 +710,7 @@ dlm_status dlm_session_start(dlm_session* session, const dlm_generate_options* o
                              size_t count) {
   return guarded(session, [&] {
     session->batch.reset();
-    start(*session, take_options(options), tokens, count);
+    start(*session, take_options(session->bundle, options), tokens, count);
   });
 }
 

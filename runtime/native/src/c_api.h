@@ -88,8 +88,8 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// The caller's options, checked but for the policies.
-dlm_generate_options take_options(const dlm_generate_options* options);
+// Copies and checks the caller's options, without the policies. Replaces DLM_DEFAULT_NEW_TOKENS by the bundle's number.
+dlm_generate_options take_options(const dlm_bundle& bundle, const dlm_generate_options* options);
 
 constexpr double kLongest = 1e12;  // milliseconds: 31 years, which clocks hold
 

@@ -106,10 +106,10 @@ dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_generate_opt
   return dlm::guarded(message, message_capacity, [&] {
     dlm::require(job, "job");
     dlm::require(scheduler, "scheduler");
-    const dlm_generate_options chosen = dlm::take_options(options);
+    const dlm_bundle& bundle = scheduler->bundle;
+    const dlm_generate_options chosen = dlm::take_options(bundle, options);
     if (chosen.policies != nullptr)
       dlm::fail(DLM_INVALID_ARGUMENT, "policies must be NULL: a request that is handed in has one policy");
-    const dlm_bundle& bundle = scheduler->bundle;
     dlm::Limits limits{chosen.max_steps, {}, chosen.on_step, chosen.user};
     if (chosen.deadline_ms > 0) limits.deadline = dlm::deadline_of(chosen);
     const dlm::Policy policy = dlm::choose_policy(bundle, chosen.policy);

@@ -54,9 +54,7 @@ class Generating {
  public:
   Generating(dlm_session& session, const dlm_generate_options* options, dlm_text_fn on_text, void* user)
       : session_(session), on_text_(on_text), user_(user), decoder_(text_of(dlm::bundle_of(session)).text) {
-    require(options, "options");
-    dlm_generate_options_init(&options_);
-    options_ = dlm::take(*options, options_);
+    options_ = dlm::take_options(dlm::bundle_of(session), options);
     on_step_ = options_.on_step;
     step_user_ = options_.user;
     options_.on_step = [](void* self, const dlm_step* step) { return static_cast<Generating*>(self)->on_step(*step); };
