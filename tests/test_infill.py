@@ -21,10 +21,10 @@ EOS, MASK = 298, 299
 class Letters:
     """A token a byte, and one in front of everything that is no continuation."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [1, *text.encode()]
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -117,10 +117,10 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 class Turns(Letters):
     """Puts a token in front of a prompt and one behind it, as a chat's turns have them."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2, *text.encode(), 3]
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2 if letter == "^" else ord(letter) for letter in text]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -39,6 +39,10 @@ class Options:
 
     ``prefix`` is text that the answer starts with.
 
+    ``special_tokens``: whether text that spells a special token, such as ``<|eos|>``, stands for that token in the prompt, the
+    messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an answer. The tokens
+    that the tokenizer and the chat template add are not affected.
+
     ``constraint`` (of ``Bundle.constraint``), or in its place ``schema``, ``regex``, ``enum`` or ``json_object``, which are its
     arguments: the text is then valid by it, whatever the policy, the room, and what ends the request but for ``stop_strings``.
     With the latter four ``prefix`` is part of that text; a ``constraint`` has it as its ``before``.
@@ -58,6 +62,7 @@ class Options:
     deadline_ms: float = 0.0
     stop_strings: Sequence[str] = ()
     prefix: str = ""
+    special_tokens: bool = False
     constraint: Constraint | None = None
     schema: Any = None
     regex: str | None = None
@@ -106,6 +111,8 @@ class Request:
     def __init__(self, bundle: Bundle, given: tuple[Any, ...], options: Options, policy: Policy, tools: Tools | None) -> None:
         """``given``: prompt, tokens and chat, of which one is not None."""
         prompt, tokens, chat = given
+        if not isinstance(options.special_tokens, bool):
+            raise RequestError(f"special_tokens = {reprlib.repr(options.special_tokens)} is not True or False")
         if sum(value is not None for value in given) != 1:
             raise RequestError("give one of prompt, tokens and chat")
         self.bundle, self.stop_strings, self.tools = bundle, options.stop_strings, tools
@@ -121,14 +128,14 @@ class Request:
         elif prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt = {str(prompt)[:40]!r} is no text: give a str, or tokens")
-            self.given = bundle.tokenizer.encode(prompt)
+            self.given = bundle.tokenizer.encode(prompt, options.special_tokens)
         else:
-            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told)
+            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told, options.special_tokens)
         before = len(self.given)
         if options.prefix:
             if bundle.tokenizer is None:
                 raise RequestError("this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others")
-            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix)]
+            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix, options.special_tokens)]
         wanted = bundle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.capacity = len(self.given) + max_new_tokens

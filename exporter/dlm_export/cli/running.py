@@ -37,6 +37,9 @@ from dlm_runtime import Generation
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
 @click.option("--infill", help="Text with holes, each written <mask>, which are filled.")
 @click.option("--prefix", default="", metavar="TEXT", help="What the answer starts with, as part of a constrained text.")
+@click.option(
+    "--special-tokens", is_flag=True, help="Recognise special tokens such as <|eos|> in the given text; for trusted text only."
+)
 @click.option("--hole-tokens", help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]")
 @click.option("--max-new-tokens", type=click.IntRange(0), help="Mask tokens to fill.  [default: as the bundle says, or 128]")
 @preset_option
