@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +150,9 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
     ("options", "code", "says"),
     [
         (("--infill", "a <mask>"), 2, "has no tokenizer: put mask tokens among the tokens"),
-        (("--infill", "a <mask>", "--prompt", "b"), 2, "give one of"),
+        (("--infill", "a <mask>", "--tokens", "1"), 2, "--infill is text"),
+        (("--infill", "a <mask>", "--prompt", "b", "--prefix", "c"), 2, "without --infill"),
+        (("--prompt", "a", "--tokens", "1"), 2, "give one of"),
         (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens is of --infill"),
         (("--infill", "a <mask>", "--hole-tokens", "x"), 2, "--hole-tokens: 'x' is not a list of integers"),
         (("--infill", "a <mask>", "--watch"), 2, "--watch shows one canvas"),
@@ -161,7 +166,26 @@ def test_the_command_says_what_it_does_not_take(llada_bundle: Path, options: tup
 
 def test_the_command_fills_in_what_was_asked_for(demo_bundle: Path) -> None:
     call = '{"name":"set_light","arguments":{"room":"<mask>","brightness":40}}'
-    text = f"turn the kitchen lights to forty percent<|assistant|>{call}"
-    done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", "--infill", text, "--hole-tokens", "1"])
-    assert done.exit_code == 0, done.output
-    assert done.stdout == text.replace("<mask>", "kitchen") + "\n"
+    command, how = "turn the kitchen lights to forty percent", ["--threads", "1", "--hole-tokens", "1"]
+    text = f"{command}<|assistant|>{call}"
+    for options, whole in (
+        (["--prompt", command, "--infill", call], call),
+        (["--chat", command, "--infill", call], call),
+        (["--infill", text, "--special-tokens"], text),
+    ):
+        done = CliRunner().invoke(main, ["run", str(demo_bundle), *how, *options])
+        assert done.exit_code == 0, done.output
+        assert done.stdout == whole.replace("<mask>", "kitchen") + "\n"
+
+
+def test_the_examples_of_the_help_work_on_the_demo(demo_bundle: Path) -> None:
+    told = CliRunner().invoke(main, ["run", "--help"], terminal_width=200).output.replace("\\\n", " ")
+    answers = []
+    for line in re.findall(r"dlm-export run .*", told):
+        words = shlex.split(line)
+        assert words[:3] == ["dlm-export", "run", "build/demo"]
+        done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", *words[3:]])
+        assert done.exit_code == 0, done.output
+        answers.append(json.loads(done.stdout))
+    reminder = {"name": "add_reminder", "arguments": {"text": "call the garage", "time": "07:00"}}
+    assert answers == [reminder, reminder]
