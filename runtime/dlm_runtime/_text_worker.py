@@ -118,8 +118,8 @@ class Text:
         """Ids of a rendered chat in which the template's special tokens count, and those that its messages spell do not.
 
         The first letter of each special token that a message or a tool spells is replaced by a private-use character, and
-        the chat is rendered once more. The special tokens that are found now are the template's. What lies between them is
-        encoded by itself, as plain text with the letters put back, wherever letters were replaced.
+        the chat is rendered once more. The special tokens that are found now are the template's. Each piece of
+        text between two of them that has such a character is encoded by itself, as plain text with the letters put back.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -212,7 +212,7 @@ class Text:
 
 
 class Marks:
-    """Private-use characters that stand for letters of other texts, and are found in none of them."""
+    """Replaces letters of texts by private-use characters that occur nowhere in these texts."""
 
     def __init__(self, texts: str) -> None:
         """``texts``: all text that must not hold one."""

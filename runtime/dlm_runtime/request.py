@@ -39,7 +39,7 @@ class Options:
 
     ``prefix`` is text that the answer starts with.
 
-    ``special_tokens``: whether text that spells a special token, such as ``<|eos|>``, stands for that token in the prompt, the
+    ``special_tokens``: if true, text that spells a special token, such as ``<|eos|>``, is that token in the prompt, the
     messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an answer. The tokens
     that the tokenizer and the chat template add are not affected.
 

@@ -65,7 +65,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
-    """A tokenizer.json in which these added tokens are special, so that text of a request cannot stand for them."""
+    """A tokenizer.json in which these added tokens are special, so that text of a request is never encoded as one."""
     found = json.loads(text)
     plain = [added for added in found["added_tokens"] if added["id"] in tokens and not added["special"]]
     for added in plain:

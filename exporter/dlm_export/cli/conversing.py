@@ -186,7 +186,7 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """The messages up to this one of the user, and their tokens. Earlier ones are left out if the template takes none."""
+        """The messages up to this one, and their tokens. If the template rejects earlier messages, they are left out."""
         message = {"role": "user", "content": text}
         if self.messages and self.remembers:
             said = [*self.messages, message]

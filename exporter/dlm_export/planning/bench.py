@@ -249,7 +249,7 @@ def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
 def _time_requests(
     bundle: Bundle, options: BenchOptions, preset: str, prompts: Sequence[Sequence[int]], progress: Progress
 ) -> dict[str, Any]:
-    """Latencies of prompts as requests of their own, after one that is not counted."""
+    """Send each prompt as one request, after a first request that is not counted. Returns latencies in ms, and rates."""
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
     results = []

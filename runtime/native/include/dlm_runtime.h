@@ -581,7 +581,7 @@ DLM_API dlm_status dlm_chat_render(const dlm_text *text, const dlm_message *mess
                                    size_t message_capacity, char *string, size_t capacity, size_t *size);
 
 /* Token ids of a chat, up to where the assistant answers. The template's special tokens are special tokens; those that a message's
- * content spells are ordinary text. Prefer it to encoding the text of dlm_chat_render, in which the two cannot be told apart.
+ * content spells are ordinary text. Prefer it to encoding the text of dlm_chat_render, in which both look the same.
  * flags: 0 or DLM_ENCODE_SPECIAL; count and capacity are those of dlm_text_encode. */
 DLM_API dlm_status dlm_chat_encode(const dlm_text *text, const dlm_message *messages, size_t message_count, int32_t flags,
                                    char *message, size_t message_capacity, int32_t *tokens, size_t capacity, size_t *count);

@@ -47,7 +47,7 @@ class Text {
 
   const TextFile& file() const { return file_; }
 
-  // Appends the ids of a text, with what the tokenizer puts around a prompt where `how` says so. Throws
+  // Appends the ids of a text. `how.is_prompt` adds the tokens that the tokenizer puts around a prompt. Throws
   // Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for text that gives a special token all the same where these are off.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
   // The same for a rendered chat: special tokens are recognised in it, but not where they touch a message's content.

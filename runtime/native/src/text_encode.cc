@@ -140,7 +140,7 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // Whether a special token's text in [start, end) is ordinary text. As in tokenizers, no added token is then found within it.
+  // True if a special token's text in [start, end) is ordinary text. As in tokenizers, no added token is then found within it.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
