@@ -28,6 +28,7 @@ demo: $(STAMP) build/demo/manifest.json
 
 build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(PACKAGES)
 	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
+	$(BIN)/dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)

@@ -6,6 +6,7 @@ nothing with ``dlm_export.denoiser``.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,14 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from checkpoints import dream_config, llada_config, write_checkpoint
+from checkpoints import (
+    dream_config,
+    llada2_config,
+    llada_config,
+    llada_moe_config,
+    qwen3_moe_config,
+    write_checkpoint,
+)
 from denoisers import load
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -526,6 +534,18 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
     said = {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5}
     network = _network(write_checkpoint(tmp_path, dream_config(**said)))
     assert network.layers[0].attention.rope == Rope(1e6, fraction=0.5, scaling=4.0)
+
+
+@pytest.mark.parametrize("scaling", [False, None, {}, {"rope_type": "default"}, {"type": "default"}])
+@pytest.mark.parametrize(
+    "config", [dream_config, llada_config, llada_moe_config, llada2_config, functools.partial(qwen3_moe_config, "RND1LM")]
+)
+def test_positions_that_are_not_scaled_are_read_in_every_spelling(
+    tmp_path: Path, config: Callable[..., dict[str, Any]], scaling: Any
+) -> None:
+    """RND1 is released with ``"rope_scaling": false``."""
+    path = write_checkpoint(tmp_path, config(rope_scaling=scaling))
+    assert _network(path).layers[0].attention.rope.scaling == 1.0
 
 
 def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -43,6 +44,15 @@ def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed(
     files = {path.relative_to(root).as_posix() for name in packages for path in (root / name).rglob("*") if path.is_file()}
     assert len(files) > 90
     assert not {name for name in files if "__pycache__" not in name} - {*needed.split()}
+
+
+def test_make_demo_fits_effort_levels() -> None:
+    """The examples of --effort work on what it builds."""
+    made = subprocess.run(["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True).stdout
+    build, fit = (made.find(f"dlm-export {command} ") for command in ("build examples/demo-denoiser", "effort build/demo"))
+    assert 0 <= build < fit
+    (data,) = re.findall(r"effort build/demo --data (\S+)", made)
+    assert (EXAMPLES.parent / data).is_file()
 
 
 def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:

@@ -34,7 +34,7 @@ def lists(several_bundle: Path) -> Iterator[Bundle]:
 def test_held_out_commands_become_the_right_lists(lists: Bundle) -> None:
     from evaluate import evaluate
 
-    result = evaluate(lists, HELD_OUT[:60], ROOM, preset="sdar")
+    result = evaluate(lists, HELD_OUT[:60], preset="sdar")
     assert sum(result["right"]["all"]) / 60 >= MATCH_FLOOR
     assert max(result["nfe"]) <= ROOM
 

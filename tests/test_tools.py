@@ -93,7 +93,7 @@ def test_a_template_gets_what_transformers_gives_it(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     (text,), _ = render_jinja_template([chat], tools=told, chat_template=TEMPLATE, add_generation_prompt=True)
-    assert tokenizer.encode_chat(chat, told) == tokenizer.encode_plain(text)
+    assert tokenizer.encode_chat(chat, told) == tokenizer.encode_plain(text, special_tokens=True)
     assert ("weather" in text) == (told is not None)
 
 
@@ -328,11 +328,10 @@ def test_the_command_line_takes_tools_and_conversations(demo_bundle: Path, tmp_p
     (call,) = json.loads(named.stdout)["tool_calls"]
     assert re.fullmatch("call_[0-9a-f]{24}", call.pop("id"))
     assert call == {"name": "stop", "arguments": {}}
-    both = invoke("--chat", "stop it", "--system", "Be brief.", *short)
-    assert json.loads(both.stdout)["prompt_tokens"] > json.loads(invoke("--chat", "stop it", *short).stdout)["prompt_tokens"]
     for arguments, sentence in (
         (("--messages", chat, "--chat", "a"), "give one of --chat and --messages"),
         (("--prompt", "a", "--system", "b"), "--system is of --chat"),
+        (("--chat", "stop it", "--system", "Be brief."), "trained on single commands"),
         (("--messages", listed), "is not a message with role and content"),
         (("--chat", "a", "--tool-choice", "stop"), "tool_choice is of tools"),
         (("--chat", "a", "--tools", tmp_path / "none.json"), "does not exist"),

@@ -130,6 +130,7 @@ class GenerateOptions(C.Structure):
         ("policies", C.POINTER(C.POINTER(Policy))),
         ("deadline_ms", C.c_double),
         ("max_steps", C.c_int32),
+        ("special_tokens", C.c_int32),
     ]
 
 
@@ -328,6 +329,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_decoder_destroy": (None, [C.c_void_p]),
     "dlm_decoder_push": (C.c_int32, [C.c_void_p, i32p, C.c_size_t, C.c_int32, _out, _size]),
     "dlm_chat_render": (C.c_int32, [C.c_void_p, *_chat, *_message, C.c_char_p, C.c_size_t, _size]),
+    "dlm_chat_encode": (C.c_int32, [C.c_void_p, *_chat, C.c_int32, *_message, i32p, C.c_size_t, _size]),
     "dlm_generate_text": (
         C.c_int32,
         [C.c_void_p, C.POINTER(GenerateOptions), C.c_char_p, C.c_size_t, TextFn, C.c_void_p, _out, _size],

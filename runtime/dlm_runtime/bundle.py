@@ -485,6 +485,8 @@ class Bundle:
         ends with its first end token, so that one with room to spare may take less. What the tokenizer puts in front of a
         prompt is put in front of the text, unless it is there; what it puts behind one is for the text to say.
 
+        With ``prompt`` or ``chat``, the text is the answer to it: it follows the prompt's tokens.
+
         ``request`` is what ``generate_batch`` takes beside what is given: policy fields, limits, ``max_batch``. A ``schema`` or
         the like is then of what fills the holes; with ``constrain_from``, of the text from its character of that number on,
         and that has one hole.

@@ -79,7 +79,9 @@ def infill(
     between = text_of("text", text).split(HOLE)
     if len(between) < 2:
         raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
-    parts = [_beginning(bundle.tokenizer, between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
+    special_tokens = request.get("special_tokens", False)
+    parts = [_beginning(bundle.tokenizer, between[0], special_tokens, request.pop("prompt", None), request.pop("chat", None))]
+    parts += [bundle.tokenizer.encode_plain(part, special_tokens) for part in between[1:]]
     tried = _tried(lengths, len(between) - 1)
     if constrain_from is not None:
         first = count_of("constrain_from", constrain_from)
@@ -92,9 +94,18 @@ def infill(
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
 
 
-def _beginning(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of text in front of a hole, with what the tokenizer puts in front of a prompt and nothing that it puts behind one."""
-    plain, alone, around = tokenizer.encode_plain(text), tokenizer.encode_plain("a"), tokenizer.encode("a")
+def _beginning(tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any) -> list[int]:
+    """Ids of the text before a hole, after those of a prompt or chat.
+
+    Without these, what the tokenizer puts before a prompt is put before the text, but not what it puts after one.
+    """
+    if prompt is not None and chat is not None:
+        raise RequestError("infill: give prompt or chat, not both")
+    if prompt is not None:
+        return [*tokenizer.encode(prompt, special_tokens), *tokenizer.encode_plain(text, special_tokens)]
+    if chat is not None:
+        return [*tokenizer.encode_chat(chat, None, special_tokens), *tokenizer.encode_plain(text, special_tokens)]
+    plain, alone, around = tokenizer.encode_plain(text, special_tokens), tokenizer.encode_plain("a"), tokenizer.encode("a")
     count = next((at for at in range(len(around)) if around[at : at + len(alone)] == alone), 0)
     in_front = around[:count]
     return plain if plain[:count] == in_front else [*in_front, *plain]

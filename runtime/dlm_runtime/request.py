@@ -37,6 +37,9 @@ class Options:
         deadline_ms: Stop this many milliseconds after the start, within one pass. 0: no limit.
         stop_strings: End the text before the first of these. No further block is started after the one that holds it.
         prefix: Text that the answer starts with.
+        special_tokens: If True, text that spells a special token, such as ``<|eos|>``, is that token in the prompt, the
+            messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an answer.
+            The tokens that the tokenizer and the chat template add are not affected.
         constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the limits,
             unless a stop string cuts it.
         schema, regex, enum, json_object: A constraint that is compiled on first use: see ``Bundle.constraint``. ``prefix`` is
@@ -68,6 +71,7 @@ class Options:
     deadline_ms: float = 0.0
     stop_strings: Sequence[str] = ()
     prefix: str = ""
+    special_tokens: bool = False
     constraint: Constraint | None = None
     schema: Any = None
     regex: str | None = None
@@ -83,8 +87,9 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("steps", "max_steps"):
             count_of(name, getattr(self, name))
-        if not isinstance(self.json_object, bool):
-            raise RequestError(f"json_object = {shown(self.json_object)}: give True or False")
+        for name in ("json_object", "special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} = {shown(value)}: give True or False")
         if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
             raise RequestError(f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None")
         if self.max_new_tokens is not None:
@@ -143,6 +148,7 @@ class RequestOptions(TypedDict, total=False):
     deadline_ms: float
     stop_strings: Sequence[str]
     prefix: str
+    special_tokens: bool
     constraint: Constraint | None
     schema: Any
     regex: str | None
@@ -212,14 +218,14 @@ class Request:
         elif prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
-            self.given = bundle.tokenizer.encode(text_of("prompt", prompt))
+            self.given = bundle.tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
-            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told)
+            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told, options.special_tokens)
         before = len(self.given)
         if options.prefix:
             if bundle.tokenizer is None:
                 raise RequestError("this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others")
-            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix)]
+            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix, options.special_tokens)]
         wanted = bundle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.capacity = len(self.given) + max_new_tokens

@@ -28,7 +28,7 @@ def read_rope(config: Config) -> Rope:
             said[key] = value
     for key in ("rope_scaling", "rope_parameters"):
         values = config.get(key)
-        if values is None:
+        if values is None or values is False:  # RND1 is released with rope_scaling false
             continue
         if not isinstance(values, dict):
             raise CheckpointError(f"{config.path}: {key} must be an object, found {reprlib.repr(values)}")

@@ -321,6 +321,8 @@ typedef struct dlm_generate_options {
   double deadline_ms;       /* no pass starts later than this many milliseconds after the call (dlm_session_start): the request
                                ends with what it has, DLM_FINISH_DEADLINE. 0: no deadline */
   int32_t max_steps;        /* a request ends after this many passes with what it has, DLM_FINISH_STEPS; 0: any number */
+  int32_t special_tokens;   /* of dlm_generate_text and dlm_generate_chat: 1: text of the prompt or of a message that spells a special
+                               token, such as "<|eos|>", is that token | 0: it is ordinary text */
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
 DLM_API void dlm_generate_options_init_sized(dlm_generate_options *options, size_t struct_size);
@@ -556,9 +558,16 @@ DLM_API dlm_status dlm_bundle_text(dlm_bundle *bundle, char *message, size_t mes
 DLM_API dlm_status dlm_text_read(const void *data, size_t size, char *message, size_t message_capacity, dlm_text **text);
 DLM_API void dlm_text_destroy(dlm_text *text); /* not for a bundle's own */
 
-/* Token ids of a text. is_prompt: 1: with what the tokenizer puts around a prompt | 0: of the text alone, as of a rendered chat.
- * count: how many they are; where capacity is smaller, the first `capacity` are written, so a first call may ask with 0. */
-DLM_API dlm_status dlm_text_encode(const dlm_text *text, const char *string, size_t size, int32_t is_prompt, char *message,
+/* Flags of dlm_text_encode and dlm_chat_encode. */
+enum {
+  DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts around a prompt; without it, the text alone is encoded */
+  DLM_ENCODE_SPECIAL = 2 /* text that spells a special token, such as "<|eos|>", is that token; without it, it is ordinary text */
+};
+
+/* Token ids of a text. flags: DLM_ENCODE_ values, added. count: the number of ids. If it is more than `capacity`, only the first
+ * `capacity` are written, so a first call may pass 0. INVALID_ARGUMENT for text that gives a special token without
+ * DLM_ENCODE_SPECIAL, which only a vocabulary can that has the token's text as an ordinary word. */
+DLM_API dlm_status dlm_text_encode(const dlm_text *text, const char *string, size_t size, int32_t flags, char *message,
                                    size_t message_capacity, int32_t *tokens, size_t capacity, size_t *count);
 
 /* The text of token ids, special ones left out, as whole characters: U+FFFD stands for bytes that are none. size: its bytes; where
@@ -588,6 +597,12 @@ typedef struct dlm_message {
  * number and the reason, where the template does more with it than to put contents between fixed texts. */
 DLM_API dlm_status dlm_chat_render(const dlm_text *text, const dlm_message *messages, size_t message_count, char *message,
                                    size_t message_capacity, char *string, size_t capacity, size_t *size);
+
+/* Token ids of a chat, up to where the assistant answers. The template's special tokens are special tokens; those that a message's
+ * content spells are ordinary text. Prefer it to encoding the text of dlm_chat_render, in which both look the same.
+ * flags: 0 or DLM_ENCODE_SPECIAL; count and capacity are those of dlm_text_encode. */
+DLM_API dlm_status dlm_chat_encode(const dlm_text *text, const dlm_message *messages, size_t message_count, int32_t flags,
+                                   char *message, size_t message_capacity, int32_t *tokens, size_t capacity, size_t *count);
 
 /* Told what a step adds to the text: `delta`, of `size` bytes and a NUL, whole characters in front of what is still undecided. On
  * the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call what a dlm_step_fn may. */
