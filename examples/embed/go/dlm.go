@@ -121,12 +121,23 @@ const NoNewTokens = -1
 
 // Options of a request. The zero value takes the bundle's own length and default preset.
 type Options struct {
-	MaxNewTokens int                     // how many tokens to generate at most; 0: the bundle's own number, Bundle.MaxNewTokens
-	Policy       *Policy                 // the decoding loop; nil: the bundle's default preset
-	Constraint   *Automaton              // the texts that are allowed; nil: any text
-	DeadlineMs   float64                 // milliseconds after which no pass starts; 0: no deadline
-	MaxSteps     int                     // how many passes the request makes at most; 0: any number
-	OnText       func(delta string) bool // receives the text that each step adds; false ends the request with an error. For sessions
+	MaxNewTokens int        // how many tokens to generate at most; 0: the bundle's own number, Bundle.MaxNewTokens
+	Policy       *Policy    // the decoding loop; nil: the bundle's default preset
+	Constraint   *Automaton // the texts that are allowed; nil: any text
+	DeadlineMs   float64    // milliseconds after which no pass starts; 0: no deadline
+	MaxSteps     int        // how many passes the request makes at most; 0: any number
+	// SpecialTokens makes text of the prompt or of a message that spells a special token, such as <|eos|>, that token. By default
+	// it is ordinary text.
+	SpecialTokens bool
+	OnText        func(delta string) bool // receives the text that each step adds; false ends the request with an error. For sessions
+}
+
+// encodeFlags returns the flags of dlm_text_encode and dlm_chat_encode for text of a request.
+func (o *Options) encodeFlags() C.int32_t {
+	if o.SpecialTokens {
+		return C.DLM_ENCODE_SPECIAL
+	}
+	return 0
 }
 
 // raw copies the options to C, with what they point to; free releases both.
@@ -140,6 +151,9 @@ func (o *Options) raw() (given *C.dlm_generate_options, automaton *C.dlm_automat
 	}
 	given.deadline_ms = C.double(o.DeadlineMs)
 	given.max_steps = C.int32_t(clamp(o.MaxSteps))
+	if o.SpecialTokens {
+		given.special_tokens = 1
+	}
 	if o.Policy != nil {
 		policy := (*C.dlm_policy)(C.calloc(1, C.sizeof_dlm_policy))
 		*policy = o.Policy.fields

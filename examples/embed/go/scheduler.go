@@ -46,7 +46,7 @@ func (s *Scheduler) Close() {
 
 // SubmitText hands in a request for the text after a prompt. It fails with DLM_BUSY (status 10) if too many requests wait.
 func (s *Scheduler) SubmitText(prompt string, options Options) (*Job, error) {
-	tokens, err := s.bundle.encode(prompt, 1)
+	tokens, err := s.bundle.encodePrompt(prompt, options.encodeFlags())
 	if err != nil {
 		return nil, err
 	}
@@ -55,7 +55,7 @@ func (s *Scheduler) SubmitText(prompt string, options Options) (*Job, error) {
 
 // SubmitChat hands in a request for the assistant's answer to a chat.
 func (s *Scheduler) SubmitChat(chat []Message, options Options) (*Job, error) {
-	tokens, err := s.bundle.encodeChat(chat)
+	tokens, err := s.bundle.encodeChat(chat, options.encodeFlags())
 	if err != nil {
 		return nil, err
 	}
@@ -127,8 +127,8 @@ func (b *Bundle) text() (text *C.dlm_text, err error) {
 	return text, err
 }
 
-// encode returns the token ids of a text. isPrompt: 1 adds the tokens that the tokenizer puts around a prompt.
-func (b *Bundle) encode(text string, isPrompt C.int32_t) ([]C.int32_t, error) {
+// encodePrompt returns the token ids of a prompt, with the tokens that the tokenizer puts around one.
+func (b *Bundle) encodePrompt(text string, flags C.int32_t) ([]C.int32_t, error) {
 	known, err := b.text()
 	if err != nil {
 		return nil, err
@@ -137,25 +137,22 @@ func (b *Bundle) encode(text string, isPrompt C.int32_t) ([]C.int32_t, error) {
 	defer C.free(unsafe.Pointer(given))
 	return filled(func(tokens []C.int32_t, count *C.size_t, message *C.char, capacity C.size_t) C.dlm_status {
 		size, room := C.size_t(len(text)), C.size_t(len(tokens))
-		return C.dlm_text_encode(known, given, size, isPrompt, message, capacity, first(tokens), room, count)
+		return C.dlm_text_encode(known, given, size, C.DLM_ENCODE_PROMPT|flags, message, capacity, first(tokens), room, count)
 	})
 }
 
-func (b *Bundle) encodeChat(chat []Message) ([]C.int32_t, error) {
+// encodeChat returns the token ids of a chat, up to where the assistant answers.
+func (b *Bundle) encodeChat(chat []Message, flags C.int32_t) ([]C.int32_t, error) {
 	known, err := b.text()
 	if err != nil {
 		return nil, err
 	}
 	messages, free := newMessages(chat)
 	defer free()
-	rendered, err := filled(func(text []C.char, size *C.size_t, message *C.char, capacity C.size_t) C.dlm_status {
-		count, room := C.size_t(len(chat)), C.size_t(len(text))
-		return C.dlm_chat_render(known, messages, count, message, capacity, first(text), room, size)
+	return filled(func(tokens []C.int32_t, size *C.size_t, message *C.char, capacity C.size_t) C.dlm_status {
+		count, room := C.size_t(len(chat)), C.size_t(len(tokens))
+		return C.dlm_chat_encode(known, messages, count, flags, message, capacity, first(tokens), room, size)
 	})
-	if err != nil {
-		return nil, err
-	}
-	return b.encode(C.GoStringN(first(rendered), C.int(len(rendered))), 0)
 }
 
 func (b *Bundle) decode(tokens []C.int32_t) (string, error) {

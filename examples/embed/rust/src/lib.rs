@@ -148,8 +148,8 @@ impl Bundle {
         Ok(text)
     }
 
-    /// Token ids of a text. `is_prompt`: with the tokens that the tokenizer puts around a prompt.
-    fn encode(&self, string: &str, is_prompt: bool) -> Result<Vec<i32>> {
+    /// Token ids of a prompt, with the tokens that the tokenizer puts around one.
+    fn encode_prompt(&self, string: &str, flags: i32) -> Result<Vec<i32>> {
         let text = self.text()?;
         filled(|message, capacity, tokens: &mut Vec<i32>, count| unsafe {
             // SAFETY: all valid for the call; `tokens` has room for its length.
@@ -158,7 +158,7 @@ impl Bundle {
                 text,
                 start,
                 string.len(),
-                is_prompt.into(),
+                sys::DLM_ENCODE_PROMPT | flags,
                 message,
                 capacity,
                 tokens.as_mut_ptr(),
@@ -171,22 +171,22 @@ impl Bundle {
     fn decode(&self, tokens: &[i32]) -> Result<String> {
         let text = self.text()?;
         let bytes = filled(|message, capacity, bytes: &mut Vec<u8>, size| unsafe {
-            // SAFETY: as in `encode`.
+            // SAFETY: as in `encode_prompt`.
             let (start, room) = (bytes.as_mut_ptr().cast(), bytes.len());
             sys::dlm_text_decode(text, tokens.as_ptr(), tokens.len(), message, capacity, start, room, size)
         })?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    fn render(&self, chat: &[(&str, &str)]) -> Result<String> {
+    /// Token ids of a chat, up to where the assistant answers.
+    fn encode_chat(&self, chat: &[(&str, &str)], flags: i32) -> Result<Vec<i32>> {
         let (text, messages) = (self.text()?, Messages::new(chat)?);
-        let bytes = filled(|message, capacity, bytes: &mut Vec<u8>, size| unsafe {
-            // SAFETY: as in `encode`.
-            let (start, room) = (bytes.as_mut_ptr().cast(), bytes.len());
+        filled(|message, capacity, tokens: &mut Vec<i32>, size| unsafe {
+            // SAFETY: as in `encode_prompt`.
+            let (start, room) = (tokens.as_mut_ptr(), tokens.len());
             let (first, count) = (messages.raw.as_ptr(), messages.raw.len());
-            sys::dlm_chat_render(text, first, count, message, capacity, start, room, size)
-        })?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
+            sys::dlm_chat_encode(text, first, count, flags, message, capacity, start, room, size)
+        })
     }
 }
 
@@ -233,6 +233,9 @@ pub struct Options {
     pub deadline_ms: f64,
     /// How many passes the request makes at most; 0: any number.
     pub max_steps: i32,
+    /// If true, text of the prompt or of a message that spells a special token, such as `<|eos|>`, is that token. If false, it is
+    /// ordinary text.
+    pub special_tokens: bool,
 }
 
 impl Options {
@@ -250,7 +253,17 @@ impl Options {
         given.policy = self.policy.as_ref().map_or(null(), Policy::raw);
         given.deadline_ms = self.deadline_ms;
         given.max_steps = self.max_steps;
+        given.special_tokens = self.special_tokens.into();
         given
+    }
+
+    /// The flags of `dlm_text_encode` and `dlm_chat_encode` for text of a request.
+    fn encode_flags(&self) -> i32 {
+        if self.special_tokens {
+            sys::DLM_ENCODE_SPECIAL
+        } else {
+            0
+        }
     }
 
     fn automaton(&self) -> *const sys::dlm_automaton {

@@ -56,12 +56,12 @@ impl Scheduler {
 
     /// Hands in a request for the text after a prompt. Fails with `DLM_BUSY` (status 10) if too many requests wait.
     pub fn submit_text(&self, prompt: &str, options: &Options) -> Result<Job> {
-        self.submit(&self.bundle.encode(prompt, true)?, options)
+        self.submit(&self.bundle.encode_prompt(prompt, options.encode_flags())?, options)
     }
 
     /// Hands in a request for the assistant's answer to a chat, a list of roles and contents.
     pub fn submit_chat(&self, chat: &[(&str, &str)], options: &Options) -> Result<Job> {
-        self.submit(&self.bundle.encode(&self.bundle.render(chat)?, false)?, options)
+        self.submit(&self.bundle.encode_chat(chat, options.encode_flags())?, options)
     }
 
     fn submit(&self, tokens: &[i32], options: &Options) -> Result<Job> {

@@ -51,6 +51,8 @@ pub struct dlm_policy {
     pub cfg_scale: f64,
 }
 
+pub const DLM_ENCODE_PROMPT: i32 = 1;
+pub const DLM_ENCODE_SPECIAL: i32 = 2;
 pub const DLM_FIELD_CHOICE: i32 = 0;
 pub const DLM_FIELD_INT32: i32 = 1;
 pub const DLM_FIELD_DOUBLE: i32 = 2;
@@ -77,6 +79,7 @@ pub struct dlm_generate_options {
     pub policies: *const *const dlm_policy,
     pub deadline_ms: f64,
     pub max_steps: i32,
+    pub special_tokens: i32,
 }
 
 #[repr(C)]
@@ -200,7 +203,7 @@ extern "C" {
         text: *const dlm_text,
         string: *const c_char,
         size: usize,
-        is_prompt: i32,
+        flags: i32,
         message: *mut c_char,
         message_capacity: usize,
         tokens: *mut i32,
@@ -217,15 +220,16 @@ extern "C" {
         capacity: usize,
         size: *mut usize,
     ) -> dlm_status;
-    pub fn dlm_chat_render(
+    pub fn dlm_chat_encode(
         text: *const dlm_text,
         messages: *const dlm_message,
         message_count: usize,
+        flags: i32,
         message: *mut c_char,
         message_capacity: usize,
-        string: *mut c_char,
+        tokens: *mut i32,
         capacity: usize,
-        size: *mut usize,
+        count: *mut usize,
     ) -> dlm_status;
     pub fn dlm_scheduler_create(
         bundle: *mut dlm_bundle,
