@@ -201,9 +201,9 @@ def test_the_schema_says_of_a_preset_what_the_native_table_says() -> None:
         if choices:
             said: dict[str, Any] = {"type": "string", "enum": choices, "default": choices[0]}
         else:
-            # A reader of JSON takes 63 bits.
-            highest = min(row.highest, (1 << 63) - 1)
-            said = {"type": "number" if row.kind == 2 else "integer", "default": row.initial}
+            is_real = row.kind == 2
+            highest = row.highest if is_real else min(row.highest, (1 << 63) - 1)  # a reader of JSON takes 63 bits
+            said = {"type": "number" if is_real else "integer", "default": row.initial}
             said |= {"minimum": row.lowest, "maximum": highest}
         assert {key: value for key, value in rule.items() if key != "description"} == said
 

@@ -616,10 +616,10 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "ids that are no numbers": (("--tokens", "3,x"), ("'3,x' is not a list of integers",)),
     "empty canvas": (("--tokens", "", "--max-new-tokens", 0), ("the canvas is empty",)),
     "text without a tokenizer": (("--prompt", "hello"), ("this bundle has no tokenizer",)),
-    "nothing to start from": ((), ("give one of --prompt, --chat, --messages, --tokens and --infill",)),
+    "nothing to start from": ((), ("give one of --prompt, --chat, --messages and --tokens, or --infill",)),
     "two prompts": (
         ("--prompt", "hello", "--tokens", "1"),
-        ("give one of --prompt, --chat, --messages, --tokens and --infill",),
+        ("give one of --prompt, --chat, --messages and --tokens, or --infill",),
     ),
     "unknown preset": (
         ("--tokens", "1", "--preset", "warp"),

@@ -85,7 +85,7 @@ def test_what_stands_between_given_texts_is_what_makes_a_whole_one(expression: s
 def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> None:
     texts = texts_of({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
     with pytest.raises(RequestError, match=r"""starts with '\{"name": "', though some may with '\{"name":', as it is$"""):
-        between(texts, '{"name": "', "", ", as it is")
+        between(texts, '{"name": "', "", hint=", as it is")
     with pytest.raises(RequestError, match=r"""starts with '\{"name":"' and ends with '\]'$"""):
         between(texts, '{"name":"', "]")
     inside = between(texts, '{"na', "}")

@@ -54,7 +54,9 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(curve: lis
         assert levels["low"].nfe <= high.nfe / 2
     else:
         assert levels["low"].quality >= (1 - LOSSES["low"]) * high.quality
-    for point in curve:  # nothing is as good in fewer passes
+    if high.quality == 0:  # all levels are the preset
+        return
+    for point in curve:  # no other point is as good in fewer passes
         for level in ("medium", "low"):
             assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
 

@@ -102,8 +102,9 @@ def test_a_golden_file_is_written_whole_or_not_at_all(
 
 
 def test_a_file_that_is_there_and_another_suffix_are_refused_before_any_work(file: Path, tmp_path: Path) -> None:
+    (checkpoint := tmp_path / "checkpoint").mkdir()
     for output, says in ((file, "exists. Pass --force"), (tmp_path / "golden.pt", "end its name in .npz")):
-        result = CliRunner().invoke(main, ["capture", str(tmp_path), "-o", str(output)])
+        result = CliRunner().invoke(main, ["capture", str(checkpoint), "-o", str(output)])
         assert (result.exit_code, says in result.output) == (2, True), result.output
 
 

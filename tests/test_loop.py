@@ -355,7 +355,7 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ({"block_length": -1}, "outside 0"),
         ({"refresh": -1, "cache": "dual"}, "refresh = -1 is outside 0"),
         ({"refresh": 32}, 'refresh = 32, but cache = "none" keeps no rows to refresh: use cache = "prefix" or "dual"'),
-        ({"temperature": -1}, "temperature = -1 is outside 0..1000"),
+        ({"temperature": -1}, "temperature = -1 is outside 0..1e"),
         ({"temperature": 0.2, "select": "argmax"}, 'temperature = 0.2 is of select = "sample"'),
         ({"select": "sample"}, "draws at a temperature above 0"),
         ({"top_k": -1}, "top_k = -1 is outside 0"),

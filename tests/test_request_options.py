@@ -65,6 +65,7 @@ WRONG: dict[str, list[Any]] = {
     "schema": [5, "x", HALF, [1], object(), {1j: 2}, {"enum": [HALF]}, {"enum": [float("nan")]}, {"enum": [LONGER]}, b"{}"],
     "regex": [5, b"a", HALF, ["a"], {"a": 1}],
     "enum": [5, "ab", [], [""], [5], [HALF], {"a": 1}, b"ab", object(), np.zeros((2, 2))],
+    "special_tokens": [1, "yes", None, []],
     "json_object": [1, "yes", [], HUGE],
     "json_layout": ["compact", "wide", 5, [], Layout(";"), Layout(",", "="), Layout(indent=-1), Layout(indent="a"), Layout(5)],  # type: ignore[arg-type]
     "tools": [5, "x", [], [5], [{}], {"a": 1}, [{"type": "function", "function": {"name": 5}}], object()],

@@ -178,7 +178,7 @@ def test_a_prompt_cannot_end_or_mask_its_answer(demo: Bundle, spelled: str) -> N
         assert _given(demo, **request, special_tokens=True).count(special) == usual + 1
     text, allowed = f"turn {spelled}<mask>", {"special_tokens": True}
     assert len(demo.infill(text, lengths=2).generation.tokens) > len(demo.infill(text, lengths=2, **allowed).generation.tokens)
-    with pytest.raises(RequestError, match="special_tokens = 'yes' is not True or False"):
+    with pytest.raises(RequestError, match="special_tokens = 'yes': give True or False"):
         demo.generate(prompt="x", special_tokens="yes")
 
 

@@ -35,7 +35,11 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
   std::vector<int32_t> ids;
   for (const char* const each : kTexts) {
     text->encode(each, {true, true}, ids);
-    text->encode(each, {}, ids);
+    try {
+      text->encode(each, {}, ids);
+    } catch (const dlm::Error& error) {
+      CHECK(error.status() == DLM_INVALID_ARGUMENT);  // a damaged vocabulary may spell a special token in one way only
+    }
     for (const int32_t id : ids) CHECK(id >= 0 && id < text->file().vocab_size);
   }
   dlm::TextDecoder decoder(text);
