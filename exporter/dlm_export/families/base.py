@@ -123,7 +123,7 @@ class Layout:
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both forms."""
-        matrices = {linear.weight: linear for linear in network.linear_layers()}
+        matrices = {linear.weight: linear for linear in network.linear_layers() if not linear.is_tied}
         released = {parameter: self.released(parameter) for parameter in network.parameters()}
         stacks = {parameter: name for parameter, name in released.items() if "{e}" in name}
         merged = {parameter: name.replace(".{e}", "").removesuffix(".weight") for parameter, name in stacks.items()}
