@@ -26,6 +26,9 @@ class Parameters(Protocol):
     def view(self, parameter: str) -> Tensor | None:
         """The same as it lies in a mapped file, in its own type and not to be written to; None where it has to be computed."""
 
+    def stored_type(self, parameter: str) -> np.dtype:
+        """The element type that holds every value of a parameter: fp16 or bf16 if it is stored so unchanged, otherwise fp32."""
+
 
 def later(parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32) -> Lazy:
     """A parameter that is read, and checked, where it is indexed."""

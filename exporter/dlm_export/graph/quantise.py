@@ -41,7 +41,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, experts, functions
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.routed import MIXTURE
+from dlm_export.graph.routed import E4M3_VALUES, MIXTURE
 from dlm_export.graph.taps import weight_of
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
@@ -380,13 +380,20 @@ class _Writer:
         node.replace_input_with(0, rotated)
 
     def embedding(self, node: ir.Node, number_format: str) -> None:
-        """The table as codes and a scale a row; every use of it, a tied head's too, takes the dequantised one."""
-        table = node.inputs[0]
+        """The table as codes and a scale a row; only the rows that are looked up are dequantised."""
+        table, ids = node.inputs
         assert table is not None
         assert table.shape is not None
         V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
-        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if number_format == "int8" else F8)
+        is_int8 = number_format == "int8"
+        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if is_int8 else ir.DataType.UINT8)
         scales = self.weight("embed", "scales", (V, 1), self.dtype)
-        first = next(iter(self.graph))
-        whole = self.nodes(first, "embed", ("Cast", [codes], {"to": self.dtype}), ("Mul", [None, scales], {}))
-        table.replace_all_uses_with(whole)
+        (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
+        (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
+        if not is_int8:  # ONNX's Gather has no float8: the codes are looked up as bytes, then their values by code
+            values = self.constant("e4m3", E4M3_VALUES)
+            (wide,) = self.node(
+                node, "embed", "Gather", [values, self._cast(node, "embed", wide, ir.DataType.INT32)], {"axis": 0}
+            )
+        wide = self._cast(node, "embed", wide, self.dtype)
+        self.put(node, "embed", "Mul", [wide, steps], {})

@@ -174,10 +174,10 @@ class Fold:
 class LinearSpec:
     """A matrix multiplication by a weight ``[inputs, outputs]`` at module ``path``.
 
-    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``, ``router``) or ``head``. Layers
-    with the same ``site`` read the same input; the site is the path of the first of them. ``fold`` says where scales of the
-    input can go; None means nowhere. A mixture has ``count`` experts of the same shape, and each sees ``share`` of the tokens.
-    ``is_tied`` marks a head that multiplies by the transposed embedding table, so that both are one parameter.
+    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``, ``router``), or ``head``.
+    Layers with the same ``site`` read the same input; the site is the path of the first of them. ``fold`` says where scales
+    of the input can go; None means nowhere. A mixture has ``count`` experts of the same shape, and each sees ``share`` of the
+    tokens. ``is_tied`` marks a head that multiplies by the transposed embedding table, so that both are one parameter.
     """
 
     path: str
@@ -202,7 +202,9 @@ class LinearSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter: ``[inputs, outputs]``, experts in front."""
+        """Shape of the parameter: ``[inputs, outputs]``, with the experts' axis first; a tied head's is transposed."""
+        if self.is_tied:
+            return (self.outputs, self.inputs)
         return (self.count, self.inputs, self.outputs) if self.is_stacked else (self.inputs, self.outputs)
 
 

@@ -59,6 +59,10 @@ class Folded:
         """See ``Parameters.view``."""
         return None if parameter in self.rows or parameter in self.columns else self.source.view(parameter)
 
+    def stored_type(self, parameter: str) -> np.dtype:
+        """See ``Parameters.stored_type``."""
+        return FP32 if parameter in self.rows or parameter in self.columns else self.source.stored_type(parameter)
+
     @functools.cached_property
     def _readers(self) -> dict[str, list[LinearSpec]]:
         return by_site(self.network.linear_layers())
