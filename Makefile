@@ -3,7 +3,7 @@
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
 #   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
-#   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist
+#   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist; the latter needs a cross compiler
 #   make fuzz   fuzz the native library's readers, FUZZ_SECONDS each; needs clang
 
 PYTHON ?= python3
@@ -28,6 +28,7 @@ demo: $(STAMP) build/demo/manifest.json
 
 build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(PACKAGES)
 	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
+	$(BIN)/dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)

@@ -4,7 +4,8 @@
 
 Wheels are made of the sdist, so that it is proved to hold everything. The library has the C++ library in it (libstdc++ linked
 statically): what the wheel then needs of a system is glibc alone, and its tag says of which version, read from the symbols that
-the library asks for and checked by auditwheel. For aarch64 Debian's cross compiler is needed: g++-aarch64-linux-gnu.
+the library asks for and checked by auditwheel. For aarch64 Debian's cross compiler is needed: g++-aarch64-linux-gnu. If it is
+missing, the script says so before it builds anything, builds the sdist and the other wheel, and exits with 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 TOOLCHAIN = "runtime/native/cmake/aarch64-linux-gnu.cmake"  # in the sdist as here
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
 OBJDUMP = {"x86_64": "objdump", "aarch64": "aarch64-linux-gnu-objdump"}
 STATIC = "DLM_STATIC_LIBSTDCXX"
 
@@ -50,13 +52,22 @@ def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
     return max((int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols))
 
 
+def obstacle(architecture: str) -> str | None:
+    """Why no wheel for a processor can be built here, and what to do; None if it can."""
+    if architecture == platform.machine():
+        return None
+    if architecture != "aarch64":
+        return f"a cross compiler to {architecture} is not supported: run this on {architecture}"
+    if shutil.which(CROSS_COMPILER) is None:
+        return f"{CROSS_COMPILER} is missing: apt-get install g++-aarch64-linux-gnu"
+    return None
+
+
 def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
     """The wheel of an sdist for a processor, tagged for the glibc that it needs."""
     settings = [f"cmake.define.{STATIC}=ON"]
     variables, isolation = {}, []
     if architecture != platform.machine():
-        if shutil.which("aarch64-linux-gnu-g++") is None:
-            sys.exit("aarch64-linux-gnu-g++ is missing: apt-get install g++-aarch64-linux-gnu")
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / TOOLCHAIN}")
         # What sysconfig calls the platform, for the tag. pip believes it too, and would fetch the other processor's CMake.
         variables, isolation = {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}, ["--no-build-isolation"]
@@ -73,21 +84,32 @@ def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
     return folder / name
 
 
+def keep(path: Path) -> None:
+    """Copy a finished file to dist/ at once, so that a later failure does not lose it."""
+    DIST.mkdir(exist_ok=True)
+    print(f"{shutil.copy(path, DIST)} {path.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--architecture", action="append", choices=sorted(OBJDUMP), help="[default: all]")
     chosen = parser.parse_args().architecture or sorted(OBJDUMP, reverse=True)
-    DIST.mkdir(exist_ok=True)
+    obstacles = {architecture: why for architecture in chosen if (why := obstacle(architecture)) is not None}
+    for architecture, why in obstacles.items():
+        print(f"No wheel for {architecture}: {why}", file=sys.stderr, flush=True)
+    if len(obstacles) == len(chosen):
+        sys.exit(1)
     with tempfile.TemporaryDirectory() as scratch:
         run(sys.executable, "-m", "build", "--sdist", "--outdir", scratch, ".")
         sdist = next(Path(scratch).glob("*.tar.gz"))
-        made = [sdist]
+        keep(sdist)
         for architecture in chosen:
-            folder = Path(scratch) / architecture
-            folder.mkdir()
-            made.append(build_wheel(sdist, architecture, folder))
-        for path in made:
-            print(f"{shutil.copy(path, DIST)} {path.stat().st_size / 1e6:.1f} MB")
+            if architecture not in obstacles:
+                folder = Path(scratch) / architecture
+                folder.mkdir()
+                keep(build_wheel(sdist, architecture, folder))
+    if obstacles:
+        sys.exit("Not built: " + "; ".join(f"the wheel for {architecture} ({why})" for architecture, why in obstacles.items()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 # Files that share what takes long to make (engines, the demo) run on one worker; every other file is a group of its own. The
 # native build is one folder for all workers.
 GROUPS = {
-    "demo": ("test_demo", "test_tools", "test_chat"),
+    "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "engines": ("test_engines", "test_audit", "test_device_graph", "test_device_builds", "test_engine_refusals"),
 }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 
 from dlm_runtime.constraints.automaton import Automaton, compile_automaton
-from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
+from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
 # What JSON is written with, pieces of these, and bytes that are no characters by themselves.
@@ -49,3 +53,52 @@ def following(automaton: Automaton, state: int, token: int) -> int:
         if automaton.token_class[token] in members:
             return int(automaton.edge_states[edge])
     return -1
+
+
+def drawn_text(texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False) -> str:
+    """A random text of an automaton: about ``length`` random bytes, and then a shortest way to an end."""
+    table = texts.table[:, :128] if is_ascii else texts.table
+    distances = shortest_ends(texts, is_ascii)
+    state, drawn = 0, bytearray()
+    while True:
+        choices = np.nonzero((table[state] >= 0) & (distances[table[state]] < len(table)))[0]
+        if len(drawn) >= length:
+            if distances[state] == 0:
+                return drawn.decode()
+            choices = choices[distances[table[state, choices]] < distances[state]]
+        elif texts.accepting[state] and (not len(choices) or source.random() < 0.2):
+            return drawn.decode()
+        byte = int(choices[source.randrange(len(choices))])
+        drawn.append(byte)
+        state = int(table[state, byte])
+
+
+def drawn_texts(texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False) -> set[str]:
+    """Random texts of an automaton, a shortest one among them; fewer than ``count`` if it has fewer."""
+    if shortest_ends(texts, is_ascii)[0] == len(texts.table):
+        return set()
+    lengths = [0, *(source.choice((0, 1, 2, 4, 8, 20)) for _ in range(count - 1))]
+    return {drawn_text(texts, source, length, is_ascii) for length in lengths}
+
+
+def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
+    """The fewest bytes from each state to an accepting one; the number of states if no text of ASCII leads there."""
+    table = texts.table[:, :128] if is_ascii else texts.table
+    distances = np.where(texts.accepting, 0, len(table))
+    while True:
+        following = np.where(table >= 0, distances[table], len(table)).min(axis=1)
+        closer = np.minimum(distances, following + 1)
+        if np.array_equal(closer, distances):
+            return distances
+        distances = closer
+
+
+def one_class(vocab_size: int, tokens: Sequence[int], edges: Sequence[tuple[int, int]], distances: Sequence[int]) -> Constraint:
+    """A constraint in which ``tokens`` are one class, and ``edges``, sorted, lead from state to state by it."""
+    classes = [0 if token in tokens else -1 for token in range(vocab_size)]
+    starts = [sum(1 for source, _ in edges if source < state) for state in range(len(distances) + 1)]
+    made_of = [0] * 8
+    numbers = [vocab_size, len(distances), 1, 1, 1, len(edges), *made_of, *classes, 0, 1, 0, *starts]
+    numbers += [to for _, to in edges] + [0] * len(edges) + list(distances)
+    data = b"DLMAUTO\x01" + struct.pack(f"<{len(numbers)}i", *numbers)
+    return Constraint(data + hashlib.sha256(data).digest())

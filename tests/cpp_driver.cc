@@ -64,7 +64,7 @@ Bundle made_bundle() {
   const int32_t end = 1;
   denoiser.vocab_size = 8;
   denoiser.mask_token_id = 0;
-  denoiser.max_canvas_length = 64;
+  denoiser.max_canvas_length = 256;
   denoiser.top_k = 2;
   denoiser.layers = 1, denoiser.kv_heads = 1, denoiser.head_size = 1;
   denoiser.eos_token_ids = &end;
@@ -103,6 +103,9 @@ void test_sessions() {
   session.before_pass({});
   check(session.generate({5}, of_length(2)).size() == 3, "nobody is asked any more");
 
+  const auto by_default = static_cast<std::size_t>(moved.max_new_tokens());
+  check(by_default > 0 && session.generate({5}, GenerateOptions{}).size() == 1 + by_default, "no length: the bundle's own");
+  check(session.generate({5}, of_length(0)).size() == 1, "a length of 0 stays 0");
   check(status_of([&] { session.generate({99}, of_length(2)); }) == DLM_INVALID_ARGUMENT, "a wrong id is refused");
   check(status_of([&] { session.generate({5}, of_length(1 << 30)); }) == DLM_INVALID_ARGUMENT, "a long canvas is refused");
   check(status_of([&] { session.generate_text("x", of_length(2)); }) == DLM_UNSUPPORTED, "a callback has no text");

@@ -464,7 +464,7 @@ static void test_wrong_requests_are_refused(void) {
   } while (0)
   REFUSE_OPTIONS(struct_size, 0);
   REFUSE_OPTIONS(struct_size, sizeof good - 1);
-  REFUSE_OPTIONS(max_new_tokens, -1);
+  REFUSE_OPTIONS(max_new_tokens, -2);
   REFUSE_OPTIONS(max_new_tokens, INT32_MIN);
   REFUSE_OPTIONS(max_new_tokens, INT32_MAX);
   REFUSE_OPTIONS(max_new_tokens, LONGEST - 2);

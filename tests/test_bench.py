@@ -30,6 +30,7 @@ from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
 from dlm_export.planning import bench, cost, roofline
 from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
+from dlm_export.progress import Silent
 from dlm_runtime import Bundle, Generation, PassCost, RequestError
 
 SIZES = "4,8,3; 12,0,12"
@@ -68,7 +69,19 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
-    keys = ["machine", "bundle", "threads", "roofline", "passes", "cost", "generation", "batches", "memory", "notes"]
+    keys = [
+        "machine",
+        "bundle",
+        "threads",
+        "roofline",
+        "passes",
+        "cost",
+        "generation",
+        "batches",
+        "requests",
+        "memory",
+        "notes",
+    ]
     assert list(told) == keys
     assert set(told["bundle"]) == {"path", "precision", "parameters", "engine"}
     assert {"read_bytes_per_s", "int8_macs_per_s", "fp32_macs_per_s"} < set(told["roofline"])
@@ -264,6 +277,41 @@ def test_bench_fits_a_cost_to_passes_that_tell(llada_bundle: Path) -> None:
     assert 0 <= told["cost"]["median_error"] <= told["cost"]["worst_error"]
     shown = invoke(*arguments[:-1]).stdout
     assert re.search(r"Cost: \S+ ms a pass, .* off by \d+% in the median", shown)
+
+
+def test_prompts_are_requests_of_their_own_with_p50_and_p95(demo_bundle: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    prompts = ["turn on the kitchen lights", "stop", "remind me to call the garage at seven"]
+    data.write_text("".join(json.dumps({"prompt": prompt, "completion": "{}"}) + "\n" for prompt in prompts))
+    arguments = (demo_bundle, *SMALL[2:], "--passes", "4,8,3", "--preset", "fast-dllm", "--data", data)
+    told = json.loads(invoke(*arguments, "--json").stdout)["requests"]
+    assert (told["count"], told["max_new_tokens"], told["data"]) == (3, 10, str(data))
+    assert 0 < told["p50_ms"] <= told["p95_ms"]
+    with dlm_runtime.open(demo_bundle, threads=1) as bundle:
+        passes = [bundle.generate(prompt=prompt, max_new_tokens=10, preset="fast-dllm").nfe for prompt in prompts]
+    assert told["mean_nfe"] == sum(passes) / 3
+    shown = invoke(*arguments, "--samples", 2).stdout
+    assert re.search(r"Requests: 2 prompts of .*: p50 [\d.]+ ms, p95 [\d.]+ ms, [\d.]+ passes", shown)
+    data.write_text('{"text": "no prompt"}\n')
+    refused = invoke(*arguments)
+    assert (refused.exit_code, "holds no prompt" in refused.stderr) == (2, True)
+
+
+def test_latencies_are_of_the_prompts_and_not_of_the_first_run() -> None:
+    class Timed:
+        max_new_tokens = 8
+
+        def __init__(self) -> None:
+            self.seconds = iter([9.0, *(number / 1000 for number in range(1, 22))])
+
+        def generate(self, **_: Any) -> Any:
+            made = {"timings": {"total": next(self.seconds)}, "nfe": 2, "completion_tokens": 5}
+            return type("Made", (), made)
+
+    options = bench.BenchOptions(data=Path("data.jsonl"))
+    told = bench._time_requests(Timed(), options, "llada", [[1]] * 21, Silent())  # type: ignore[arg-type]
+    assert (told["p50_ms"], told["p95_ms"]) == (pytest.approx(11), pytest.approx(20))
+    assert told["tokens_per_s"] == pytest.approx(21 * 5 / 0.231)
 
 
 def test_help_has_an_example() -> None:

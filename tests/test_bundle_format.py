@@ -38,8 +38,10 @@ from dlm_export.judging.levels import LEVELS
 from dlm_export.outputs import OutputError
 from dlm_export.tensorrt import bundled
 from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError
+from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.manifest import check_manifest, validator
 from dlm_runtime.policy import presets_for
+from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = validator()
@@ -251,9 +253,53 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
             chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
             text={"refused": "its model is WordLevel"},
             config_sha256=64 * "a",
+            json_layout="lines",
+            call_format=None if network.shift else "list",
         )
         bundle_files.finish(tmp_path, manifest)
         assert bundle_files.read_manifest(tmp_path) == _read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("json_layout", "json_layout: 'wide' is not one of compact, spaced"),
+        ("call_format", "call_format: 'wide' is not one of object"),
+    ],
+)
+def test_a_layout_that_is_not_known_is_refused_by_its_name(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path, key: str, sentence: str
+) -> None:
+    shutil.copytree(llada_bundle, tmp_path / "bundle")
+    manifest = _read(tmp_path / "bundle")
+    known = {"json_layout": "indented", "call_format": "lines"}
+    bundle_files.write_manifest(tmp_path / "bundle", manifest | known, manifest["files"])
+    assert {name: bundle_files.read_manifest(tmp_path / "bundle")[name] for name in known} == known
+    with dlm_runtime.open(tmp_path / "bundle") as opened:
+        assert (opened.json_layout, opened.call_format) == ("indented", "lines")
+    bundle_files.write_manifest(tmp_path / "bundle", manifest | {key: "wide"}, manifest["files"])
+    with pytest.raises(BundleError, match=sentence):
+        dlm_runtime.open(tmp_path / "bundle")
+    with pytest.raises(BundleError, match=key):
+        bundle_files.read_manifest(tmp_path / "bundle")
+    assert set(LAYOUTS) == set(SCHEMA["properties"]["json_layout"]["enum"])
+    assert set(CALL_FORMATS) == set(SCHEMA["properties"]["call_format"]["enum"])
+    options: dict[Any, Any] = {option.name: option.type for option in main.commands["build"].params}
+    assert list(options["json_layout"].choices) == list(LAYOUTS), "as the command's help has them"
+    assert list(options["call_format"].choices) == list(CALL_FORMATS)
+
+
+def test_a_build_says_the_layout_and_a_bundle_keeps_it(llada_checkpoint: Path, tmp_path: Path) -> None:
+    asked = ["--no-verify", "--json-layout", "spaced", "--call-format", "tool_call"]
+    made = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(tmp_path / "made"), *asked])
+    assert made.exit_code == 0, made.output
+    again = CliRunner().invoke(
+        main, ["build", str(tmp_path / "made"), "-o", str(tmp_path / "again"), "--no-verify", "--json-layout", "lines"]
+    )
+    assert again.exit_code == 0, again.output
+    for name, layout in (("made", "spaced"), ("again", "lines")):
+        manifest = _read(tmp_path / name)
+        assert (manifest["json_layout"], manifest["call_format"]) == (layout, "tool_call")
 
 
 @st.composite

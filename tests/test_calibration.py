@@ -37,13 +37,18 @@ LIMITS: dict[str, int] = {"eos_token_id": EOS, "max_canvas_length": 512}
 HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
 METHODS = ("max", "percentile", "mse", "entropy")
 
+TURNS = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}<|assistant|>"
+    "{% else %}{{ message['content'] }}<|eos|>{% endif %}{% endfor %}"
+)
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's: puts user and assistant tokens around a prompt, and has a chat template that does the same."""
+    """The demo's, which puts user and assistant tokens around a prompt, with a chat template that does so for all turns."""
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
-    return Tokenizer(loaded, config["chat_template"], {"eos_token": config["eos_token"]})
+    return Tokenizer(loaded, TURNS, {"eos_token": config["eos_token"]})
 
 
 def write(path: Path, *records: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ from click.testing import CliRunner, Result
 from dlm_export.cli import main
 
 LIGHTS = "turn on the kitchen lights"
-SLOW = ("--preset", "llada", "--max-new-tokens", "400")  # a token a pass
+SLOW = ("--preset", "llada", "--max-new-tokens", "400")  # a token a pass, and more than the demo was made for
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -88,7 +89,9 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.type("/effort low\n")
     assert "this bundle has no levels" in slow.until("\n> ")
     slow.type("/system speak up\n")
-    slow.until("The system message is changed.")
+    slow.until("trained on single commands")
+    slow.type("/system\n")
+    slow.until("No system message.")
     slow.type("/reset\n")
     slow.until("Forgotten.")
     slow.type("/what\n")
@@ -123,6 +126,31 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
     assert first == second, "nothing was left of what was said before"
     assert first.startswith('{"name":')
     assert done.stderr == "Forgotten.\n"
+
+
+def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
+    """Its denoiser was trained on single commands, and breaks where it is given two."""
+    done = _said(demo_bundle, f"{LIGHTS}\nremind me to call the garage at seven\n{LIGHTS}\n", "--preset", "fast-dllm")
+    assert done.exit_code == 0, done.output
+    calls = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [call["name"] for call in calls] == ["set_light", "add_reminder", "set_light"]
+    assert done.stderr.count("single commands: give one message") == 1
+    assert done.stderr.count("Each message is answered by itself from now on") == 1
+
+
+def test_a_conversation_with_little_room_says_how_much_is_left(demo_bundle: Path) -> None:
+    done = _said(demo_bundle, f"{'lights ' * 460}\n", "--preset", "fast-dllm", "--max-new-tokens", "64")
+    assert re.search(r"the conversation of (\d+) tokens leaves (\d+) for this answer, not 64", done.stderr)
+
+
+def test_more_tokens_than_a_bundle_names_are_allowed_with_a_warning(demo_bundle: Path) -> None:
+    for command in ("run", "chat"):
+        prompt = ["--prompt", LIGHTS] if command == "run" else []
+        for count, is_told in ((128, True), (64, False)):
+            how = ["--threads", "1", "--preset", "fast-dllm", "--max-new-tokens", str(count)]
+            done = CliRunner().invoke(main, [command, str(demo_bundle), *how, *prompt], input="")
+            assert done.exit_code == 0, done.output
+            assert ("--max-new-tokens 128 is more than the 64 that this bundle names" in done.stderr) == is_told
 
 
 def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) -> None:

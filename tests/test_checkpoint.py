@@ -6,6 +6,7 @@ nothing with ``dlm_export.denoiser``.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,14 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from checkpoints import dream_config, llada_config, write_checkpoint
+from checkpoints import (
+    dream_config,
+    llada2_config,
+    llada_config,
+    llada_moe_config,
+    qwen3_moe_config,
+    write_checkpoint,
+)
 from denoisers import load
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -28,8 +36,10 @@ from dlm_export import families
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Origin, Overrides, Piece
-from dlm_export.families.reading import new_tokens
+from dlm_export.families.reading import new_tokens, text_option
 from dlm_export.network.spec import NetworkSpec, Rope
+from dlm_runtime.constraints.layout import LAYOUTS
+from dlm_runtime.tools import FORMATS
 
 TENSORS = dict[str, torch.Tensor]
 
@@ -255,6 +265,17 @@ def test_what_is_no_length_of_an_answer_is_refused(tmp_path: Path, said: Any) ->
     path = _special(tmp_path, llada_config(), generation_config={"max_new_tokens": said})
     with pytest.raises(CheckpointError, match=r"generation_config\.json: max_new_tokens .* is no number of tokens, 1 or more"):
         new_tokens(Checkpoint(path), 512)
+
+
+def test_the_layout_and_the_call_format_are_those_of_generation_config(tmp_path: Path) -> None:
+    path = _special(tmp_path, llada_config(), generation_config={"json_layout": "spaced", "call_format": "list"})
+    assert text_option(Checkpoint(path), "json_layout", LAYOUTS) == "spaced"
+    assert text_option(Checkpoint(path), "call_format", FORMATS) == "list"
+    assert text_option(Checkpoint(_special(tmp_path / "without", llada_config())), "json_layout", LAYOUTS) is None
+    for number, said in enumerate(("wide", 5, ["lines"], True)):
+        path = _special(tmp_path / str(number), llada_config(), generation_config={"json_layout": said})
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: json_layout .* is not one of compact, spaced"):
+            text_option(Checkpoint(path), "json_layout", LAYOUTS)
 
 
 def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:
@@ -513,6 +534,18 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
     said = {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5}
     network = _network(write_checkpoint(tmp_path, dream_config(**said)))
     assert network.layers[0].attention.rope == Rope(1e6, fraction=0.5, scaling=4.0)
+
+
+@pytest.mark.parametrize("scaling", [False, None, {}, {"rope_type": "default"}, {"type": "default"}])
+@pytest.mark.parametrize(
+    "config", [dream_config, llada_config, llada_moe_config, llada2_config, functools.partial(qwen3_moe_config, "RND1LM")]
+)
+def test_positions_that_are_not_scaled_are_read_in_every_spelling(
+    tmp_path: Path, config: Callable[..., dict[str, Any]], scaling: Any
+) -> None:
+    """RND1 is released with ``"rope_scaling": false``."""
+    path = write_checkpoint(tmp_path, config(rope_scaling=scaling))
+    assert _network(path).layers[0].attention.rope.scaling == 1.0
 
 
 def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlm_export.cli import main
+from dlm_export.cli.printing import print_json
 
 
 def invoke(*arguments: object, text: str | None = None) -> Result:
@@ -77,6 +83,31 @@ def test_run_prints_json_for_machines(llada_bundle: Path) -> None:
     assert told["timings_s"]["total"] > 0
 
 
+def test_json_of_run_is_short_and_says_how_the_request_went(llada_bundle: Path) -> None:
+    how = ("--max-new-tokens", 64, "--max-steps", 3, "--preset", "llada", "--set", "stop=none", "--json")
+    printed = invoke("run", llada_bundle, "--tokens", "1 2 3", *how).stdout
+    told = json.loads(printed)
+    assert len(printed.splitlines()) < 40, "a list of numbers is on one line"
+    assert f'"tokens": {json.dumps(told["tokens"])}' in printed
+    assert (told["preset"], told["effort"], told["finish"], told["nfe"]) == ("llada", None, "steps", 3)
+    assert sum(told["passes"].values()) == 3
+    decided = {position for position, log_prob in enumerate(told["log_probs"]) if log_prob is not None}
+    assert {*told["undecided"]} == {*range(3, 67)} - decided
+    assert 0 < len(told["undecided"]) < 64
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_printed_json_is_what_it_was_made_of(value: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_json(value)
+    assert json.loads(printed.getvalue()) == value
+
+
 def test_the_newline_that_ends_a_prompt_on_stdin_is_none_of_it(demo_bundle: Path) -> None:
     arguments = ("run", demo_bundle, "--preset", "fast-dllm", "--max-new-tokens", 32, "--threads", 1, "--json", "--prompt")
     by_name = json.loads(invoke(*arguments, "play jazz").stdout)
@@ -99,7 +130,7 @@ def test_targets_lists_what_can_be_built() -> None:
     assert "cpu" in invoke("targets").stdout
 
 
-@pytest.mark.parametrize("command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor"])
+@pytest.mark.parametrize("command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor", "compile"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     text = invoke(command, "--help").stdout
     assert f"Example: dlm-export {command}" in text

@@ -7,16 +7,19 @@ import json
 import random
 import re
 import threading
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from constraints import Longest, compiled, made_up_vocabulary
+import torch
+from constraints import Longest, compiled, following, made_up_vocabulary
 from denoisers import under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from networks import make_network
+from referencing import Registry
 from schemas import random_document
 from test_block_cache import network_of
 from test_visibility import random_denoiser, seeing
@@ -25,7 +28,7 @@ from dlm_export.network import reference
 from dlm_export.network.constrained import Constrained
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import Canvas, start_canvas
-from dlm_runtime import PRESETS, Bundle, CallbackPass, DenoiserInfo, Policy, RequestError, from_callback
+from dlm_runtime import PRESETS, Bundle, CallbackPass, DenoiserInfo, EngineError, Policy, RequestError, from_callback
 from dlm_runtime.constraints import schema
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import Constraint
@@ -298,7 +301,7 @@ def test_the_most_likely_text_over_a_large_vocabulary(
         tokens=[1], max_new_tokens=PLACES, constraint=constraint, block_length=PLACES, steps_per_block=1, stop="none"
     )
     wide = logits.astype(np.float64)
-    weights = np.maximum(wide - wide.max(axis=1, keepdims=True), -1e30)
+    weights = np.where(np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True))  # whole numbers: sums are exact
     assert out.tokens[1:] == heaviest(spelled, weights)
 
 
@@ -333,6 +336,215 @@ def test_requests_of_a_batch_are_constrained_alike(
     assert bundle.generate(tokens=PROMPT, max_new_tokens=NEW).tokens != together[0].tokens, "the next request is free again"
 
 
+# ---- Extreme logits and temperatures ----
+
+TEMPERATURES = (5e-324, 1e-300, 1e-100, 1e-28, 1e-20, 1e-16, 1e-8, 1e-3, 0.7, 1e3, 1e38, 1e300)
+
+
+def says(logits: np.ndarray) -> Bundle:
+    """A bundle whose row of position i has the logits ``[L, V]`` i; its probabilities are finite, whatever these are."""
+    masked = logits.copy()
+    masked[:, MASK] = -np.inf
+    best = np.argsort(-masked, axis=1, kind="stable")[:, :2]
+
+    def run(p: CallbackPass) -> None:
+        at = p.position_ids[p.score_rows]
+        p.top_tokens[:], p.top_probs[:] = best[at], [0.5, 0.25]
+        if p.entropy is not None:
+            p.entropy[:] = -1
+        if p.logits is not None:
+            p.logits[:] = logits[at]
+
+    return from_callback(DenoiserInfo(logits.shape[1], MASK, len(logits), ENDS), run)
+
+
+def in_one_pass(bundle: Bundle, length: int, automaton: Automaton, **fields: Any) -> list[int]:
+    """The tokens of a whole text from one pass."""
+    constraint = Constraint(automaton.as_bytes())
+    given = {"block_length": length, "steps_per_block": 1, "stop": "none"} | fields
+    return bundle.generate(tokens=[], max_new_tokens=length, constraint=constraint, **given).tokens
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e13, 1e37])
+def test_draws_keep_to_the_constraint_at_every_temperature(scale: float) -> None:
+    expression, length = "[a-z0-9]{40,60}", 64
+    automaton = compiled(expression, WORDS, VOCAB, ENDS)
+    source = np.random.default_rng(3)
+    bundle = says((source.normal(0, 3, (length, VOCAB)) * scale).astype(np.float32))
+    for temperature in TEMPERATURES:
+        for cut in ({}, {"top_p": 0.9}, {"top_k": 3}):
+            out = in_one_pass(bundle, length, automaton, temperature=temperature, seed=4, **cut)
+            assert re.fullmatch(expression.encode(), text_of(out))
+
+
+def test_draws_near_temperature_0_are_the_best_text() -> None:
+    automaton = compiled("[a-z0-9]{10,12}", WORDS, VOCAB, ENDS)
+    bundle = says(np.random.default_rng(5).normal(0, 3, (13, VOCAB)).astype(np.float32))
+    best = in_one_pass(bundle, 13, automaton)
+    for temperature in TEMPERATURES[:6]:
+        assert in_one_pass(bundle, 13, automaton, temperature=temperature) == best
+
+
+def test_texts_of_ruled_out_tokens_are_drawn() -> None:
+    automaton = compiled("[a-z]{4}", WORDS, VOCAB, ENDS)
+    logits = np.zeros((5, VOCAB), np.float32)
+    for token, spelled in enumerate(WORDS.tokens):
+        if spelled is not None and spelled.isalpha():
+            logits[:, token] = -np.inf
+    for fields in ({}, *({"temperature": temperature} for temperature in TEMPERATURES)):
+        assert re.fullmatch(b"[a-z]{4}", text_of(in_one_pass(says(logits), 5, automaton, **fields)))
+
+
+@pytest.mark.parametrize("ruled_out", [-np.inf, np.finfo(np.float32).min, -1e30])
+def test_a_choice_before_a_forced_token_that_is_ruled_out_counts(ruled_out: float) -> None:
+    automaton = compiled("px|qz", WORDS, VOCAB, ENDS)
+    x, z, p, q = (WORDS.tokens.index(letter) for letter in (b"x", b"z", b"p", b"q"))
+    for wins, then in ((p, x), (q, z)):
+        logits = np.zeros((2, VOCAB), np.float32)
+        logits[1, [x, z]], logits[0, wins] = ruled_out, 20
+        bundle = says(logits)
+        assert in_one_pass(bundle, 2, automaton) == [wins, then]
+        assert in_one_pass(bundle, 2, automaton, temperature=0.5) == [wins, then]
+
+
+@pytest.mark.parametrize("logit", [np.nan, np.inf])
+def test_rows_that_are_not_numbers_end_the_request(logit: float) -> None:
+    automaton = compiled("[a-z]{4}", WORDS, VOCAB, ENDS)
+    for token in (WORDS.tokens.index(b"x"), WORDS.tokens.index(b"~")):
+        logits = np.zeros((4, VOCAB), np.float32)
+        logits[2, token] = logit
+        logits[:, MASK] = np.nan  # nobody looks at it
+        bundle = says(logits)
+        for fields in ({}, {"temperature": 0.5}, {"score_of": "marginal"}):
+            with pytest.raises(EngineError, match=r"the denoiser's prediction at position 2 is not finite"):
+                in_one_pass(bundle, 4, automaton, **fields)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf"), -1e-300])
+def test_temperatures_that_are_none_are_refused(temperature: float) -> None:
+    bundle = says(np.zeros((4, VOCAB), np.float32))
+    with pytest.raises(RequestError, match=r"^policy: temperature = -?(1|nan|inf|1e-300) is outside 0\.\.1e\+300$"):
+        bundle.generate(tokens=[], max_new_tokens=4, temperature=temperature)
+
+
+def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
+    """Float32 ``[length, V]`` of one of several kinds."""
+    kind, size = source.integers(4), (length, VOCAB)
+    values = np.array([-np.inf, np.finfo(np.float32).min, -3e38, -1e12, -20, 0, 1, 20, 3e38, 1e-45], np.float32)
+    found: np.ndarray = source.choice(values, size) if kind == 0 else source.normal(0, 4, size).astype(np.float32)
+    if kind == 1:
+        found[source.random(size) < 0.7] = -np.inf
+    elif kind == 2:
+        found = np.round(found)
+    return found
+
+
+def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
+    """All texts of so many tokens; none where there are more than ``most``."""
+    texts: list[tuple[int, list[int]]] = [(0, [])]
+    for position in range(length):
+        texts = [
+            (to, [*text, token])
+            for state, text in texts
+            for token in range(VOCAB)
+            if (to := following(automaton, state, token)) >= 0 and automaton.distances[to] <= length - position - 1
+        ]
+        if len(texts) > most:
+            return []
+    return [text for _, text in texts]
+
+
+def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
+    """The ruled-out tokens of a text, negated, and the sum of the other tokens' logits less the best ones of their rows."""
+    best = np.delete(logits, MASK, axis=1).max(axis=1)
+    finite = [
+        Fraction(float(row[token])) - Fraction(float(most))
+        for row, token, most in zip(logits, text, best, strict=True)
+        if row[token] > -np.inf
+    ]
+    return len(finite) - len(text), sum(finite, Fraction(0))
+
+
+def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema with few texts."""
+    kind = source.randrange(6 if depth < 2 else 4)
+    if kind == 0:
+        return {"enum": [source.choice(["a", "ab", "b1", 1, -2, 30, True, None]) for _ in range(source.randint(1, 4))]}
+    if kind == 1:
+        return {"type": source.choice(["boolean", "null"])}
+    if kind == 2:
+        low = source.randint(-20, 20)
+        return {"type": "integer", "minimum": low, "maximum": low + source.randint(0, 15)}
+    if kind == 3:
+        return {"const": source.choice(["ba", "aab", 12, False])}
+    if kind == 4:
+        items = source.randint(0, 2)
+        return {"type": "array", "items": small_schema(source, depth + 1), "minItems": items, "maxItems": items}
+    name = source.choice(["a", "ab"])
+    return {
+        "type": "object",
+        "properties": {name: small_schema(source, depth + 1)},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
+def check_texts_of_schemas(count: int) -> None:
+    """Best texts and draws of ``count`` small schemas against all texts, in exact arithmetic."""
+    source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
+    while checked < count:
+        # One end token, as the loop replaces whatever follows an end token by the first one.
+        automaton = compiled(schema.expression(small_schema(source)), WORDS, VOCAB, ENDS[:1], is_of_json=True)
+        length = automaton.shortest + source.choice((0, 1, 2))
+        texts = texts_of(automaton, length, 300) if length else []
+        if not texts:
+            continue
+        checked += 1
+        for _ in range(3):
+            logits = extreme_logits(numbers, length)
+            bundle = says(logits)
+            weights = [weight_of_text(logits, text) for text in texts]
+            best = in_one_pass(bundle, length, automaton)
+            assert best in texts
+            (few, most), (fewest, highest) = weight_of_text(logits, best), max(weights)
+            assert few == fewest
+            gap = float(highest - most)  # of sums that are small, as these are made in float64
+            assert gap <= length * 2.0**-52 * 2**10
+            temperature = source.choice(TEMPERATURES)
+            drawn = in_one_pass(bundle, length, automaton, temperature=temperature, seed=checked)
+            assert drawn in texts
+            few, most = weight_of_text(logits, drawn)
+            assert few == fewest
+            assert float(highest - most) <= 50 * temperature + gap
+
+
+def test_texts_of_small_schemas_are_the_best_of_all() -> None:
+    check_texts_of_schemas(20)
+
+
+@pytest.mark.slow
+def test_texts_of_many_small_schemas_are_the_best_of_all() -> None:
+    check_texts_of_schemas(400)
+
+
+@pytest.mark.parametrize("loop", ["llada, one block", "draws", "few drawn from", "margins of draws", "entropies of marginals"])
+def test_extreme_logits_come_to_the_same_canvas_as_in_the_reference(automata: dict[str, Automaton], loop: str) -> None:
+    source, policy = np.random.default_rng(8), policy_of(LOOPS[loop])
+    for temperature in (1e-300, 1e-16, 0.01, 1e300) if policy.select == "sample" else (0.0,):
+        policy = policy.with_fields({"temperature": temperature, "commit": "static", "block_length": 0, "cache": "none"})
+        for automaton in automata.values():
+            logits = extreme_logits(source, NEW)
+            logits[:, MASK] = -np.inf
+            canvas = start_canvas([], NEW, MASK)
+            proposer = Constrained(MASK, ENDS[0], policy, automaton, canvas)
+            run = reference.Run(make_network(vocab_size=VOCAB, eos_token_ids=ENDS), canvas, policy, 1, proposer)
+            while run.advance() is not None:
+                run.commit(torch.from_numpy(logits)[run.rows])
+            constraint = Constraint(automaton.as_bytes())
+            out = says(logits).generate(tokens=[], max_new_tokens=NEW, constraint=constraint, steps=1, **vars(policy))
+            assert out.tokens == run.tokens.tolist()
+
+
 # ---- Worst cases: networks that know nothing ----
 
 UNTAUGHT: tuple[dict[str, Any], ...] = (
@@ -361,7 +573,7 @@ def check_schemas(count: int) -> None:
             tokens=PROMPT, max_new_tokens=room, constraint=Constraint(automaton.as_bytes()), seed=number, **fields
         )
         value = json.loads(text_of(out.tokens[len(PROMPT) :]))
-        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()).validate(value)
 
 
 def test_random_schemas_are_kept_by_networks_of_random_weights() -> None:

@@ -19,6 +19,7 @@ from constraints import Longest, compiled, following, made_up_vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from referencing import Registry
 from schemas import random_document
 
 from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, RequestError, from_callback
@@ -83,10 +84,8 @@ def test_what_stands_between_given_texts_is_what_makes_a_whole_one(expression: s
 
 def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> None:
     texts = texts_of({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
-    with pytest.raises(
-        RequestError, match=r"""starts with '\{"name": "', though some may with '\{"name":': JSON is compact there"""
-    ):
-        between(texts, '{"name": "', "")
+    with pytest.raises(RequestError, match=r"""starts with '\{"name": "', though some may with '\{"name":', as it is$"""):
+        between(texts, '{"name": "', "", ", as it is")
     with pytest.raises(RequestError, match=r"""starts with '\{"name":"' and ends with '\]'$"""):
         between(texts, '{"name":"', "]")
     inside = between(texts, '{"na', "}")
@@ -115,16 +114,16 @@ def test_characters_of_strings_are_what_json_writes() -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("a^b", "^regex: no text matches it$"),
-        ("^(on|off)$", "^regex: it has an anchor, .* leave it out, texts match as a whole$"),
+        ("a^b", r"^regex: the anchor \^ at character 1 is not supported there: "),
+        ("a$b|c", r"^regex: no text matches it, or it has an anchor \(\$\) where some branch cannot match$"),
         ("(a", "^regex: not one that can be compiled .*a bracket that is not closed, look-around or a back-reference"),
         ("a)|(b", "^regex: not one that can be compiled "),
         ("(?x)a # ", "^regex: not one that can be compiled "),
         (r"\bword", "word boundaries"),
         ("(?=a)a", "^regex: not one that can be compiled "),
         ("a\ud800", "^regex: half a character at 1: "),
-        ("(?:a|b)*a(?:a|b){9}", "^regex: its automaton has 1024 states, more than 500: make counts smaller, or raise states$"),
-        ("(?:a|b)*a(?:a|b){14}", "^regex: its automaton has [0-9]+ states, more than 500: "),
+        ("(?:a|b)*a(?:a|b){9}", "^regex: its automaton has more than 500 states: make counts smaller, or raise states$"),
+        ("(?:a|b)*a(?:a|b){14}", "^regex: its automaton has more than 500 states: "),
     ],
 )
 def test_expressions_that_cannot_be_compiled_say_why(expression: str, message: str) -> None:
@@ -212,7 +211,7 @@ FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 def test_schemas_accept_what_is_valid_and_nothing_else(name: str) -> None:
     texts, validator = (
         texts_of(SCHEMAS[name]),
-        Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER),
+        Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()),
     )
     accepted = [value for value in VALUES if accepts(texts, value)]
     valid = [value for value in VALUES if validator.is_valid(value)]
@@ -238,20 +237,17 @@ def test_integer_ranges_are_exact() -> None:
         ({"type": "object", "patternProperties": {}}, "#: keyword 'patternProperties' is not supported"),
         ({"properties": {"a": {"multipleOf": 2, "type": "integer"}}}, "#/properties/a: keyword 'multipleOf' is not supported"),
         ({"type": "array", "uniqueItems": True}, "#: keyword 'uniqueItems' is not regular"),
-        ({"type": "string", "format": "ipv6"}, "#: keyword 'format' 'ipv6' is not one of: date, "),
         ({"type": "string", "format": "date", "minLength": 2}, "#: keyword 'format' is not supported beside minLength"),
-        ({"allOf": [{}, {}]}, "#: keyword 'allOf' of several schemas is not supported"),
         (
             {"oneOf": [{"type": "integer"}, {"type": "number"}]},
-            "#: keyword 'oneOf' has branches that one value may meet together",
+            "#: keyword 'oneOf' has branches that one value may satisfy together",
         ),
-        ({"anyOf": [{}], "minLength": 2}, "#: keyword 'minLength' is not supported beside 'anyOf'"),
         ({"type": "number", "minimum": 0.5}, "#: keyword 'minimum' = 0.5 of a number is not supported"),
-        ({"type": "strin"}, "#/type: 'strin' is not valid under any of the given schemas: types are array, boolean,"),
-        ('{"type": "string"}', "is not of type 'object', 'boolean': give what its JSON says"),
-        ({"$ref": "other.json"}, r"\$ref 'other.json' is not of this schema"),
-        ({"$ref": "#/$defs/x"}, r"\$ref #/\$defs/x leads nowhere"),
-        ({"$ref": "#"}, "leads to itself alone"),
+        ({"type": "strin"}, '#/type: "strin" is not a type, or a list of types: array, boolean,'),
+        ('{"type": "string"}', "a string is not a schema: give the parsed JSON"),
+        ({"$ref": "other.json"}, r'\$ref "other.json" is not in this schema, and other documents are never retrieved'),
+        ({"$ref": "#/$defs/x"}, r'\$ref "#/\$defs/x" leads nowhere'),
+        ({"$ref": "#"}, "refers to itself without a property or an item in between"),
         ({"type": "string", "pattern": "(?<=a)b"}, "a group that is not regular"),
         ({"type": "string", "pattern": "(a)\\1"}, r"has \\1, which is not supported"),
         ({"type": "string", "pattern": "a$b"}, r"has \$ inside"),
@@ -273,7 +269,7 @@ def test_recursive_schemas_are_bounded_or_refused() -> None:
         },
         "$ref": "#/$defs/node",
     }
-    with pytest.raises(RequestError, match=r"#/\$defs/node/properties/next: .* lies within itself: give max_depth"):
+    with pytest.raises(RequestError, match=r"#/\$defs/node/properties/next: .* is recursive: give max_depth"):
         schema.expression(tree)
     texts = texts_of(tree, 2)
     chain: dict[str, Any] = {"v": 1}
@@ -411,7 +407,7 @@ def check_random_schemas(count: int, vocabulary: Vocabulary, vocab_size: int, ma
         )
         text = b"".join(vocabulary.tokens[token] or b"" for token in out.tokens[1:] if token not in ends).decode()
         value = json.loads(text)
-        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()).validate(value)
         assert mask not in out.tokens, number
 
 

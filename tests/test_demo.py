@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -43,6 +44,15 @@ def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed(
     files = {path.relative_to(root).as_posix() for name in packages for path in (root / name).rglob("*") if path.is_file()}
     assert len(files) > 90
     assert not {name for name in files if "__pycache__" not in name} - {*needed.split()}
+
+
+def test_make_demo_fits_effort_levels() -> None:
+    """The examples of --effort work on what it builds."""
+    made = subprocess.run(["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True).stdout
+    build, fit = (made.find(f"dlm-export {command} ") for command in ("build examples/demo-denoiser", "effort build/demo"))
+    assert 0 <= build < fit
+    (data,) = re.findall(r"effort build/demo --data (\S+)", made)
+    assert (EXAMPLES.parent / data).is_file()
 
 
 def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:
@@ -192,9 +202,13 @@ def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) 
     from constrained import call_schema
     from evaluate import same_call
     from jsonschema import Draft202012Validator
+    from referencing import Registry
 
     schema = call_schema([json.loads(row["completion"]) for row in HELD_OUT])
-    constraint, validator = demo.constraint(schema=schema, cache_dir=tmp_path), Draft202012Validator(schema)
+    constraint, validator = (
+        demo.constraint(schema=schema, cache_dir=tmp_path),
+        Draft202012Validator(schema, registry=Registry()),
+    )
     right = 0
     for row in HELD_OUT[:60]:
         out = demo.generate(prompt=row["prompt"], max_new_tokens=64, preset="fast-dllm", constraint=constraint)

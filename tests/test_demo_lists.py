@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def lists(several_bundle: Path) -> Iterator[Bundle]:
 def test_held_out_commands_become_the_right_lists(lists: Bundle) -> None:
     from evaluate import evaluate
 
-    result = evaluate(lists, HELD_OUT[:60], ROOM, preset="sdar")
+    result = evaluate(lists, HELD_OUT[:60], preset="sdar")
     assert sum(result["right"]["all"]) / 60 >= MATCH_FLOOR
     assert max(result["nfe"]) <= ROOM
 
@@ -41,18 +42,55 @@ def test_held_out_commands_become_the_right_lists(lists: Bundle) -> None:
 def test_constrained_lists_are_valid_and_written_a_call_a_line(
     lists: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from constrained import answer_constraint, answer_schema
+    from constrained import answer_schema
     from jsonschema import Draft202012Validator
+    from referencing import Registry
 
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
     schema = answer_schema([json.loads(row["completion"]) for row in HELD_OUT])
-    constraint = answer_constraint(lists, schema)
+    constraint = lists.constraint(schema=schema)
     for row, limits in zip(HELD_OUT[:10], itertools.cycle(({}, {}, {"max_steps": 3}, {"temperature": 0.8})), strict=False):
         out = lists.generate(prompt=row["prompt"], max_new_tokens=ROOM, preset="sdar", constraint=constraint, **limits)
         assert out.text is not None
-        Draft202012Validator(schema).validate(json.loads(out.text))
+        Draft202012Validator(schema, registry=Registry()).validate(json.loads(out.text))
         assert out.text.startswith('[\n{"name":"')
         assert out.text.endswith("}\n]")
+
+
+def test_a_schema_and_tools_follow_what_the_denoiser_was_trained_on(
+    lists: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from constrained import answer_schema, is_answer, tools_of
+    from evaluate import same_call
+
+    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
+    assert (lists.json_layout, lists.call_format) == ("lines", "lines")
+    schema = answer_schema([json.loads(row["completion"]) for row in HELD_OUT])
+    tools, rows = tools_of(schema), HELD_OUT[:10]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        listed = [lists.generate(prompt=row["prompt"], schema=schema) for row in rows]
+        called = [lists.generate(prompt=row["prompt"], tools=tools, tool_choice="required") for row in rows]
+    assert sum(same_call(out.text, row["completion"]) for out, row in zip(listed, rows, strict=True)) >= 8
+    assert sum(is_answer(out, row["completion"]) for out, row in zip(called, rows, strict=True)) >= 8
+    loss = sum(out.constraint_log_prob_loss for out in (*listed, *called))
+    assert loss / sum(out.completion_tokens for out in (*listed, *called)) < 0.1
+
+
+def test_a_constraint_in_another_layout_warns_once(
+    several_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from constrained import answer_schema
+
+    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
+    schema = answer_schema([json.loads(row["completion"]) for row in HELD_OUT])
+    with dlm_runtime.open(several_bundle, threads=1) as bundle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for row in HELD_OUT[:3]:
+            out = bundle.generate(prompt=row["prompt"], schema=schema, json_layout="compact")
+            assert out.constraint_log_prob_loss > out.completion_tokens
+    assert [each.category for each in told] == [dlm_runtime.ConstraintWarning]
+    assert "JSON layout is 'lines'" in str(told[0].message)
 
 
 def test_every_loop_equals_the_reference_on_real_predictions(lists: Bundle) -> None:

@@ -18,6 +18,7 @@ import pytest
 from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 from fake_tensorrt import API, VERSION, Device, describe, module
 from interrupted import count_operations, in_child
+from referencing import Registry
 
 import dlm_runtime
 from dlm_export.bundle import sha256, write_manifest
@@ -54,7 +55,7 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Pa
     result = dlm_export("build", DEMO, *arguments, "-o", out)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(out)
-    jsonschema.validate(manifest, SCHEMA)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
     assert "engines" not in manifest["loop"]
     assert manifest["loop"]["graph"]["device_file"] == "device.onnx"
     assert (out / "device.onnx").is_file()
@@ -173,7 +174,7 @@ def test_the_entry_of_a_device_build_rests_on_the_inspector(bundle: Path, on_dev
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0
     manifest = read_manifest(bundle)
-    jsonschema.validate(manifest, SCHEMA)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
     entry, audit = manifest["loop"]["engines"]["thor"], manifest["audits"]["thor"]
     assert (entry["builder"], entry["version"], entry["sm"]) == ("tensorrt", VERSION, [110])
     held = {layer: "bfloat16" if name == "high" else name for layer, name in manifest["precision"]["layers"].items()}

@@ -27,7 +27,6 @@ import dlm_runtime
 from dlm_export import targets
 from dlm_export.cli import main, options
 from dlm_export.families import FAMILIES
-from dlm_runtime import _native
 from dlm_runtime.policy import PRESETS, Policy
 
 if sys.version_info >= (3, 11):
@@ -232,8 +231,11 @@ def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: T
     assert b"blocks.1.attention.q_norm" in graph
 
 
-def test_the_python_programs_run(tour: Tour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_programs_run(
+    tour: Tour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.chdir(tour.readme)
+    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))  # nothing was compiled before
     for page in (README, ROOT / "docs" / "python.md"):
         names: dict[str, Any] = {}
         for block in _blocks(page):
@@ -244,22 +246,29 @@ def test_the_python_programs_run(tour: Tour, monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().out
 
 
+def write_c_sample(folder: Path) -> str:
+    """Write README's C program to ``app.c``. Returns the lines of README that compile it, and one that runs it."""
+    (folder / "app.c").write_text(next(block.text for block in _blocks(README) if block.language == "c"))
+    spans = [span for span in _quoted(_prose(README)) if span.startswith(("cc app.c ", "export DLM_ONNXRUNTIME="))]
+    assert len(spans) == 2
+    return "\n".join([*spans, "./a.out"])
+
+
 def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Path) -> None:
     strict = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", f"-I{ROOT / 'runtime/native/include'}"]
-    library = Path(_native.library()._name).parent
     for page in PAGES:
         for number, block in enumerate(block for block in _blocks(page) if block.language == "c"):
             source = tmp_path / f"{page.stem}{number}.c"
             source.write_text(f'#include <stdio.h>\n#include "dlm_runtime.h"\n{block.text}')
             subprocess.run([*strict, "-c", source, "-o", tmp_path / "any.o"], check=True)
-    program = tmp_path / "program"
-    subprocess.run([*strict, tmp_path / "README0.c", f"-L{library}", f"-Wl,-rpath,{library}", "-ldlm_runtime", "-o", program],
-                   check=True)  # fmt: skip
-    engine = _native.onnxruntime_library()
-    environment = os.environ | ({} if engine is None else {"DLM_ONNXRUNTIME": engine})
-    done = subprocess.run([program], cwd=tour.readme, env=environment, capture_output=True, text=True, check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = write_c_sample(tour.readme)
+    done = subprocess.run(
+        ["sh", "-ec", script], cwd=tour.readme, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     with dlm_runtime.open(tour.readme / PLACEHOLDERS["BUNDLE"], threads=1) as bundle:
-        wanted = bundle.generate(prompt="turn on the kitchen lights", max_new_tokens=64).text
+        wanted = bundle.generate(prompt="turn on the kitchen lights").text
     assert done.stdout == f"{wanted}\n"
 
 

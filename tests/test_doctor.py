@@ -41,8 +41,8 @@ BARE = Machine(
     executable="/venv/bin/python",
     architecture="x86_64",
     version="0.1.0",
-    packages={"numpy": "2.4.6", "onnxruntime": "1.31.1"},
-    extras={"export": {"torch": None, "onnx": None}, "constrain": {"outlines-core": "0.2.14"}},
+    packages={"numpy": "2.4.6", "onnxruntime": "1.31.1", "outlines-core": "0.2.14"},
+    extras={"export": {"torch": None, "onnx": None}, "report": {"matplotlib": "3.11.2"}},
     native=Native("/venv/libdlm_runtime.so", "0.1.0", None, {"avx512-vnni": "the processor has no VNNI", "avx2": None}),
     onnxruntime=Library("/venv/libonnxruntime.so", "1.31.1"),
     onnxruntime_wheels={"onnxruntime": "1.31.1"},
@@ -114,7 +114,7 @@ def test_a_bare_processor_works_and_lacks_nothing_that_it_needs() -> None:
     assert found["GPU", "driver"].state == NOTE
     assert found["base", "kernels"].said == "avx2. Not here: avx512-vnni: the processor has no VNNI"
     assert found["extras", "export"].remedy == "pip install 'dlm-export[export]'"
-    assert found["extras", "constrain"].state == OK
+    assert found["extras", "report"].state == OK
     assert not works(BARE, "thor")
 
 

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,46 +164,151 @@ def test_cpp_example_answers_as_python_does(
 # ---- Rust and Go ----
 
 
-def test_rust_example_answers_as_python_does(
+@pytest.fixture(scope="session")
+def wrapper_variables(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the tests of the wrappers read: a bundle, a copy of it with effort levels, and a constraint."""
+    folder = tmp_path_factory.mktemp("wrappers")
+    levels = Path(shutil.copytree(demo_bundle, folder / "levels"))
+    manifest = json.loads((levels / "manifest.json").read_text())
+    presets = manifest["loop"]["presets"]
+    loops = {"instant": "fast-dllm", "low": "fast-dllm", "medium": "llada", "high": "llada"}
+    manifest["loop"]["effort"] = {"preset": "llada", "levels": {level: presets[name] for level, name in loops.items()}}
+    (levels / "manifest.json").write_text(json.dumps(manifest))
+    with dlm_runtime.open(demo_bundle) as bundle:
+        (folder / "yes-no.automaton").write_bytes(bundle.constraint(enum=["yes", "no"], cache_dir=None).data)
+    return {
+        "DLM_BUNDLE": str(demo_bundle),
+        "DLM_EFFORT_BUNDLE": str(levels),
+        "DLM_AUTOMATON": str(folder / "yes-no.automaton"),
+        "PKG_CONFIG": found("pkg-config"),
+        "PKG_CONFIG_PATH": str(embedding.prefix() / "lib" / "pkgconfig"),
+    }
+
+
+@pytest.fixture(scope="session")
+def cargo(wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Runs cargo; what it builds is in the folder ``cargo("where")``."""
+    program, target = found("cargo"), tmp_path_factory.mktemp("rust")
+    home = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
+    variables = {"CARGO_TARGET_DIR": str(target), "CARGO_HOME": home, "RUSTFLAGS": "-Dwarnings", "RUSTDOCFLAGS": "-Dwarnings"}
+    if run(program, "--version", **variables).returncode:
+        pytest.skip("cargo has no toolchain here: rustup default stable")
+
+    def run_cargo(command: str, *options: str, manifest: Path = EXAMPLE / "rust" / "Cargo.toml") -> str:
+        if command == "where":
+            return str(target)
+        given = [command, "--offline", "--manifest-path", str(manifest), *options]
+        return succeed(program, *given, **variables, **wrapper_variables)
+
+    return run_cargo
+
+
+def check_schedule(program: Path, demo_bundle: Path, answers: dict[str, str], automaton: str) -> None:
+    """The example that hands prompts to a scheduler, with a preset and with a constraint."""
+    assert succeed(program, demo_bundle, "-", "-", *PROMPTS).splitlines() == [answers[prompt] for prompt in PROMPTS]
+    assert set(succeed(program, demo_bundle, "fast-dllm", automaton, *PROMPTS).split()) <= {"yes", "no"}
+    wrong = run(program, demo_bundle, "slow", "-", "x")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr.startswith('schedule: NOT_FOUND: preset "slow" is not one of this bundle\'s: llada, fast-dllm')
+    assert run(program, demo_bundle).returncode == 2
+
+
+def test_rust_examples_answer_as_python_does(
+    cargo: Callable[..., str],
+    wrapper_variables: dict[str, str],
+    demo_bundle: Path,
+    request_of_example: Request,  # noqa: F811
+    answers: dict[str, str],
+) -> None:
+    cargo("build", "--locked")
+    programs = Path(cargo("where")) / "debug"
+    done = run(programs / "generate", *request_of_example.arguments)
+    assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
+    check_schedule(programs / "schedule", demo_bundle, answers, wrapper_variables["DLM_AUTOMATON"])
+
+
+def test_the_rust_wrapper_keeps_what_it_promises(cargo: Callable[..., str]) -> None:
+    assert "ok. 8 passed; 0 failed" in cargo("test", "--locked", "--test", "session")
+
+
+def test_every_public_item_of_the_rust_wrapper_is_documented(cargo: Callable[..., str]) -> None:
+    assert 'missing_docs = "deny"' in (EXAMPLE / "rust" / "Cargo.toml").read_text()  # which every build here obeys
+    cargo("doc", "--locked", "--lib")
+
+
+@pytest.mark.parametrize("kind", ["static", pytest.param("shared", marks=pytest.mark.slow)])
+def test_a_crate_that_depends_on_the_rust_wrapper_starts(
+    cargo: Callable[..., str],
     demo_bundle: Path,
     request_of_example: Request,  # noqa: F811
     tmp_path: Path,
+    kind: str,
 ) -> None:
-    cargo, pkg_config = found("cargo"), found("pkg-config")
-    variables = {
-        "CARGO_TARGET_DIR": str(tmp_path),
-        "CARGO_HOME": os.environ.get("CARGO_HOME", str(Path.home() / ".cargo")),
-        "PKG_CONFIG": pkg_config,
-        "PKG_CONFIG_PATH": str(embedding.prefix() / "lib" / "pkgconfig"),
-        "LD_LIBRARY_PATH": str(embedding.prefix() / "lib"),
-        "DLM_BUNDLE": str(demo_bundle),
-        "RUSTFLAGS": "-Dwarnings",
-    }
-    if run(cargo, "--version", **variables).returncode:
-        pytest.skip("cargo has no toolchain here: rustup default stable")
-    manifest = ["--offline", "--locked", "--manifest-path", str(EXAMPLE / "rust" / "Cargo.toml")]
-    succeed(cargo, "build", *manifest, **variables)
-    done = run(tmp_path / "debug" / "generate", *request_of_example.arguments)
-    assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
-    assert "ok. 4 passed; 0 failed" in succeed(cargo, "test", "--test", "session", *manifest, **variables)
+    """Statically linked without any setting; with the feature ``shared`` by the build script that the wrapper documents."""
+    is_shared = kind == "shared"
+    features = ', features = ["shared"]' if is_shared else ""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "Cargo.toml").write_text(
+        f'[package]\nname = "dependent-{kind}"\nversion = "0.1.0"\nedition = "2021"\n\n[dependencies]\n'
+        f'dlm-runtime = {{ path = "{EXAMPLE / "rust"}"{features} }}\n'
+    )
+    (tmp_path / "src" / "main.rs").write_text(
+        (EXAMPLE / "rust" / "src" / "bin" / "generate.rs").read_text().replace("usage: generate", "usage: dependent")
+    )
+    if is_shared:
+        documented = re.search(r"^//! (println!.*)$", (EXAMPLE / "rust" / "build.rs").read_text(), flags=re.MULTILINE)
+        assert documented is not None
+        (tmp_path / "build.rs").write_text(f"fn main() {{ {documented[1]} }}\n")
+    cargo("build", manifest=tmp_path / "Cargo.toml")
+    program = Path(cargo("where")) / "debug" / f"dependent-{kind}"
+    assert ("libdlm_runtime" in succeed("ldd", program)) == is_shared
+    assert succeed(program, *request_of_example.arguments) == request_of_example.answer + "\n"
 
 
-def test_go_example_answers_as_python_does(request_of_example: Request, tmp_path: Path) -> None:  # noqa: F811
-    go, pkg_config = found("go"), found("pkg-config")
-    variables = {
-        "GOCACHE": str(tmp_path / "cache"),
-        "GOFLAGS": "-mod=readonly",
-        "GOPROXY": "off",
-        "CGO_ENABLED": "1",
-        "PKG_CONFIG": pkg_config,
-        "PKG_CONFIG_PATH": str(embedding.prefix() / "lib" / "pkgconfig"),
-    }
-    succeed("env", "-C", EXAMPLE / "go", go, "build", "-o", tmp_path / "generate", "./generate", **variables)
-    done = run(tmp_path / "generate", *request_of_example.arguments, LD_LIBRARY_PATH=str(embedding.prefix() / "lib"))
+@pytest.fixture(scope="session")
+def go(wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Runs go in the folder of the module."""
+    program, cache = found("go"), tmp_path_factory.mktemp("go")
+    variables = {"GOCACHE": str(cache), "GOFLAGS": "-mod=readonly", "GOPROXY": "off", "CGO_ENABLED": "1"}
+    return lambda *words: succeed("env", "-C", EXAMPLE / "go", program, *words, **variables, **wrapper_variables)
+
+
+def test_go_examples_answer_as_python_does(
+    go: Callable[..., str],
+    wrapper_variables: dict[str, str],
+    demo_bundle: Path,
+    request_of_example: Request,  # noqa: F811
+    answers: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """They find the library by the rpath of the pkg-config file."""
+    go("build", "-o", tmp_path, "./generate", "./schedule")
+    done = run(tmp_path / "generate", *request_of_example.arguments)
     assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
-    missing = run(tmp_path / "generate", "/no/such/bundle", "8", "x", LD_LIBRARY_PATH=str(embedding.prefix() / "lib"))
+    missing = run(tmp_path / "generate", "/no/such/bundle", "8", "x")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert missing.stderr.startswith("generate: NOT_FOUND: /no/such/bundle")
+    check_schedule(tmp_path / "schedule", demo_bundle, answers, wrapper_variables["DLM_AUTOMATON"])
+
+
+@pytest.mark.slow
+def test_the_go_wrapper_keeps_what_it_promises(go: Callable[..., str]) -> None:
+    go("vet", ".")
+    assert go("test", ".").startswith("ok ")
+
+
+def test_every_exported_item_of_the_go_wrapper_is_documented() -> None:
+    item = re.compile(r"^(?:func (?:\(\w+ \*?[A-Z]\w*\) )?|type |const |var )([A-Z]\w*)")
+    found_items = 0
+    for path in sorted((EXAMPLE / "go").glob("*.go")):
+        lines = path.read_text().splitlines()
+        for before, line in pairwise(lines):
+            named = item.match(line)
+            if named is None or path.name.endswith("_test.go"):
+                continue
+            found_items += 1
+            assert before.startswith("// "), f"{path.name}: {named[1]} has no comment"
+    assert found_items > 30
 
 
 # ---- The service ----

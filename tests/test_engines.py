@@ -35,6 +35,7 @@ from engine_bundles import (
     read_manifest,
     refused,
 )
+from referencing import Registry
 
 import dlm_runtime
 from dlm_export import targets
@@ -79,7 +80,7 @@ def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(build: tuple[str, t
 def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], Path]) -> None:
     _, names, bundle = build
     manifest = read_manifest(bundle)
-    jsonschema.validate(manifest, SCHEMA)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
     for name in names:
         entry, device_bytes = manifest["loop"]["engines"][name], manifest["audits"][name]["device_bytes"]
         assert entry["file"] == f"engines/{name}.engine"
@@ -209,7 +210,7 @@ def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
     assert changed | {"targets": ["rtx5090"]} == manifest
     printed = json.loads(result.stdout)["engines"]["gb10"]
     assert printed | entry | {"audit": audit} == printed
-    jsonschema.validate(read_manifest(fp16), SCHEMA)
+    jsonschema.validate(read_manifest(fp16), SCHEMA, registry=Registry())
     with dlm_runtime.open(fp16, engine="none") as opened:
         assert set(opened.manifest["loop"]["engines"]) == {"rtx5090", "gb10"}
 

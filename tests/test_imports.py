@@ -9,9 +9,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
 # From the ground up: what a room or a module of the root imports stands in its own line or above it.
@@ -58,6 +64,35 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
     modules = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "dlm_runtime" in modules
     assert not modules & {*HEAVY, "onnxruntime", "tokenizers", "jinja2", "dlm_export", "dlm_calibration"}
+
+
+def test_a_base_install_needs_no_heavy_package() -> None:
+    """The dependencies of the package without extras, and theirs."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((EXPORTER.parent.parent / "pyproject.toml").read_text())["project"]
+    waiting, found = [(Requirement(text), "") for text in project["dependencies"]], set()
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if (requirement.name, *requirement.extras) in found:
+            continue
+        found.add((requirement.name, *requirement.extras))
+        for wanted in requirement.extras or {""}:
+            waiting += [(Requirement(text), wanted) for text in metadata.requires(requirement.name) or []]
+    names = {name.replace("-", "_") for name, *_ in found}
+    assert {"outlines_core", "onnxruntime", "numpy"} <= names
+    assert not names & {*HEAVY}
+
+
+def test_a_missing_constraint_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+    from dlm_runtime.errors import DlmError
+
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(DlmError, match="outlines-core is not installed, and constraints need it: pip install"):
+        byte_automaton("ab+", CompileLimits())
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:

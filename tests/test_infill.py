@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,10 @@ EOS, MASK = 298, 299
 class Letters:
     """A token a byte, and one in front of everything that is no continuation."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [1, *text.encode()]
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -117,10 +120,10 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 class Turns(Letters):
     """Puts a token in front of a prompt and one behind it, as a chat's turns have them."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2, *text.encode(), 3]
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2 if letter == "^" else ord(letter) for letter in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -147,7 +150,9 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
     ("options", "code", "says"),
     [
         (("--infill", "a <mask>"), 2, "has no tokenizer: put mask tokens among the tokens"),
-        (("--infill", "a <mask>", "--prompt", "b"), 2, "give one of"),
+        (("--infill", "a <mask>", "--tokens", "1"), 2, "--infill is text"),
+        (("--infill", "a <mask>", "--prompt", "b", "--prefix", "c"), 2, "without --infill"),
+        (("--prompt", "a", "--tokens", "1"), 2, "give one of"),
         (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens is of --infill"),
         (("--infill", "a <mask>", "--hole-tokens", "x"), 2, "--hole-tokens: 'x' is not a list of integers"),
         (("--infill", "a <mask>", "--watch"), 2, "--watch shows one canvas"),
@@ -161,7 +166,26 @@ def test_the_command_says_what_it_does_not_take(llada_bundle: Path, options: tup
 
 def test_the_command_fills_in_what_was_asked_for(demo_bundle: Path) -> None:
     call = '{"name":"set_light","arguments":{"room":"<mask>","brightness":40}}'
-    text = f"turn the kitchen lights to forty percent<|assistant|>{call}"
-    done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", "--infill", text, "--hole-tokens", "1"])
-    assert done.exit_code == 0, done.output
-    assert done.stdout == text.replace("<mask>", "kitchen") + "\n"
+    command, how = "turn the kitchen lights to forty percent", ["--threads", "1", "--hole-tokens", "1"]
+    text = f"{command}<|assistant|>{call}"
+    for options, whole in (
+        (["--prompt", command, "--infill", call], call),
+        (["--chat", command, "--infill", call], call),
+        (["--infill", text, "--special-tokens"], text),
+    ):
+        done = CliRunner().invoke(main, ["run", str(demo_bundle), *how, *options])
+        assert done.exit_code == 0, done.output
+        assert done.stdout == whole.replace("<mask>", "kitchen") + "\n"
+
+
+def test_the_examples_of_the_help_work_on_the_demo(demo_bundle: Path) -> None:
+    told = CliRunner().invoke(main, ["run", "--help"], terminal_width=200).output.replace("\\\n", " ")
+    answers = []
+    for line in re.findall(r"dlm-export run .*", told):
+        words = shlex.split(line)
+        assert words[:3] == ["dlm-export", "run", "build/demo"]
+        done = CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", *words[3:]])
+        assert done.exit_code == 0, done.output
+        answers.append(json.loads(done.stdout))
+    reminder = {"name": "add_reminder", "arguments": {"text": "call the garage", "time": "07:00"}}
+    assert answers == [reminder, reminder]

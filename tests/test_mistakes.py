@@ -41,6 +41,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "doctor": "NOWHERE",
             "bench": "NOWHERE",
             "plan": "NOWHERE --targets cpu",
+            "compile": "NOWHERE --regex a -o OUT",
         },
     ),
     "a folder that is neither checkpoint nor bundle": (
@@ -60,6 +61,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "chat": "EMPTY",
             "bench": "EMPTY",
             "plan": "EMPTY --targets cpu",
+            "compile": "EMPTY --regex a -o OUT",
         },
     ),
     "an output that exists": (
@@ -72,6 +74,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "capture": "CHECKPOINT -o TAKEN/golden.npz",
             "plan": "--sizes 8B --targets h100 --plot TAKEN/plot.png",
             "report": "BUNDLE BUNDLE -o TAKEN/plot.png",
+            "compile": "BUNDLE --regex a -o TAKEN/plot.png",
         },
     ),
     "an output that is never replaced": (
@@ -84,6 +87,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "capture": "CHECKPOINT -o TAKEN/folder.npz --force",
             "plan": "--sizes 8B --targets h100 --plot TAKEN/folder.png --force",
             "report": "BUNDLE BUNDLE -o TAKEN/folder.png --force",
+            "compile": "BUNDLE --regex a -o TAKEN/folder.png --force",
         },
     ),
     "a device that is not known": (
@@ -123,6 +127,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "targets": "--batch -1",
             "embed": "--batch -1",
             "doctor": "--batch -1",
+            "compile": "BUNDLE --json-object --max-depth -1 -o OUT",
         },
     ),
     "a preset that is not there": (
@@ -151,6 +156,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "run": "BUNDLE --messages PIPE",
             "capture": "CHECKPOINT -o OUT.npz --prompts PIPE",
             "plan": "--sizes 8B --targets cpu --measured PIPE",
+            "compile": "BUNDLE --schema PIPE -o OUT",
         },
     ),
     "a file to read that holds something else": (
@@ -161,6 +167,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "quantize": "CHECKPOINT -o OUT --no-verify --precision NOISE.toml",
             "verify": "BUNDLE --golden NOISE.npz",
             "plan": "--sizes 8B --targets cpu --measured NOISE.jsonl",
+            "compile": "BUNDLE --schema NOISE.jsonl -o OUT",
         },
     ),
     "a bundle that is damaged": (
@@ -179,6 +186,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "chat": "DAMAGED",
             "bench": "DAMAGED",
             "plan": "DAMAGED --targets cpu",
+            "compile": "DAMAGED --regex a -o OUT",
         },
     ),
     "another checkpoint's bundle": (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner, Result
+from referencing import Registry
 from safetensors.torch import load_file, save_file
 
 import dlm_runtime
@@ -59,7 +60,7 @@ def int8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = int8
     manifest = json.loads((folder / "manifest.json").read_text())
-    jsonschema.validate(manifest, SCHEMA)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
     precision = manifest["precision"]
     assert (precision["name"], manifest["loop"]["graph"]["simulated"]) == ("int8-static", False)
     assert precision["layers"]["blocks.1.mlp.down"] == "int8-static"
@@ -301,8 +302,32 @@ def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> 
     before = (llada_bundle / "manifest.json").read_bytes()
     result = _run("quantize", llada_bundle, "--precision", "int8", "-o", llada_bundle, "--force", "--no-verify")
     assert result.exit_code == 2
-    assert "is what the bundle is built from" in result.stderr
+    assert "is what is read from" in result.stderr
     assert (llada_bundle / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_nothing_is_written_into_a_folder_that_is_read(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path, linked: bool
+) -> None:
+    def place(folder: Path) -> Path:
+        if not linked:
+            return folder
+        link = tmp_path / f"to-{folder.parent.name}"
+        link.symlink_to(folder)
+        return link
+
+    for command, source in (
+        (("quantize", llada_bundle, "-o", place(llada_bundle) / "inner"), llada_bundle),
+        (("build", llada_checkpoint, "-o", place(llada_checkpoint) / "deep" / "inner", "--force"), llada_checkpoint),
+        (("capture", llada_checkpoint, "-o", llada_checkpoint / "golden.npz"), llada_checkpoint),
+        (("report", llada_bundle, llada_bundle, "-o", llada_bundle / "page.html"), llada_bundle),
+    ):
+        before = sorted(source.rglob("*"))
+        result = _run(*command)
+        assert result.exit_code == 2, result.output
+        assert "lies inside" in result.stderr
+        assert sorted(source.rglob("*")) == before
 
 
 def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:

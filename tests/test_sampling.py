@@ -139,6 +139,33 @@ def test_a_draw_of_one_token_is_the_best_one() -> None:
             assert bundle.generate(tokens=[], max_new_tokens=64, **fields).tokens == best
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e37, 1e45, 1e300])
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.999999}, {"top_k": 1000}])
+def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> None:
+    """Two tokens share the highest logit; others differ from it by more than the largest float, and one is ruled out."""
+    logits = np.full(VOCAB, -3.4e38, np.float32)
+    logits[[1, 2]], logits[5] = 3.4e38, -np.inf
+    with fixed(logits) as bundle:
+        out = bundle.generate(tokens=[], max_new_tokens=512, block_length=0, steps=1, temperature=temperature, **fields)
+    counts = np.bincount(out.tokens, minlength=VOCAB)
+    assert counts[[MASK, 5]].tolist() == [0, 0]
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits.astype(np.float64) - np.float64(logits[1])) / temperature)
+    weights[MASK] = 0
+    wanted = 512 * weights / weights.sum()
+    assert (np.abs(counts - wanted) <= 5 * np.sqrt(wanted)).all()
+
+
+def test_guidance_leaves_ruled_out_tokens_ruled_out() -> None:
+    logits = LOGITS.copy()
+    best = int(np.argsort(-logits)[1])  # after the mask token
+    logits[best] = -np.inf
+    with fixed(logits) as bundle:
+        for fields in ({}, {"temperature": 0.5}, {"score": "entropy"}):
+            out = bundle.generate(tokens=[5], max_new_tokens=64, cfg_scale=1.5, **fields)
+            assert best not in out.tokens
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_the_engines_fault(value: float) -> None:
     logits = LOGITS.copy()

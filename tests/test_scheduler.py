@@ -150,7 +150,7 @@ def test_more_than_may_wait_are_refused_and_nothing_is_lost(demo: Bundle) -> Non
 
 
 def test_a_prompt_that_is_no_text_is_refused(demo: Bundle) -> None:
-    with demo.scheduler() as scheduler, pytest.raises(RequestError, match="prompt = '5' is no text: give a str, or tokens"):
+    with demo.scheduler() as scheduler, pytest.raises(RequestError, match="prompt = 5 is no text: give a str, or tokens"):
         scheduler.submit(prompt=5)  # type: ignore[arg-type]
 
 

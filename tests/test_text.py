@@ -262,7 +262,9 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
     made = compile_text(oracle, None)
     oracle.close()
     assert made.data is None
-    assert re.match(r"the compiled form encodes '.*' to \[.*\], and tokenizers to \[", made.entry["refused"])
+    assert re.match(
+        r"the compiled form encodes '.*' with special tokens to \[.*\], and tokenizers to \[", made.entry["refused"]
+    )
 
 
 # ---- Chats ----

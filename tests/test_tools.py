@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import DEMO_CHECKPOINT
 from jsonschema import Draft202012Validator
+from referencing import Registry
 
 import dlm_runtime
 from dlm_export.cli import main
@@ -91,7 +93,7 @@ def test_a_template_gets_what_transformers_gives_it(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     (text,), _ = render_jinja_template([chat], tools=told, chat_template=TEMPLATE, add_generation_prompt=True)
-    assert tokenizer.encode_chat(chat, told) == tokenizer.encode_plain(text)
+    assert tokenizer.encode_chat(chat, told) == tokenizer.encode_plain(text, special_tokens=True)
     assert ("weather" in text) == (told is not None)
 
 
@@ -278,7 +280,7 @@ def test_calls_of_the_demo_are_valid_and_the_ones_asked_for(demo: Bundle) -> Non
         chat = [{"role": "user", "content": line["prompt"]}]
         out = demo.generate(chat=chat, max_new_tokens=64, preset="fast-dllm", tools=listed, tool_choice="required")
         (call,) = out.tool_calls
-        assert Draft202012Validator(schemas[call.name]).is_valid(call.arguments)
+        assert Draft202012Validator(schemas[call.name], registry=Registry()).is_valid(call.arguments)
         right += {"name": call.name, "arguments": call.arguments} == json.loads(line["completion"])
     assert right >= 36
     say = {"prompt": lines and json.loads(lines[0])["prompt"], "max_new_tokens": 64, "preset": "fast-dllm", "tools": listed}
@@ -323,12 +325,13 @@ def test_the_command_line_takes_tools_and_conversations(demo_bundle: Path, tmp_p
     short = ("--max-new-tokens", 48, "--preset", "fast-dllm", "--json")
     named = invoke("--messages", chat, "--tools", listed, "--tool-choice", "stop", *short)
     assert named.exit_code == 0, named.output
-    assert json.loads(named.stdout)["tool_calls"] == [{"name": "stop", "arguments": {}}]
-    both = invoke("--chat", "stop it", "--system", "Be brief.", *short)
-    assert json.loads(both.stdout)["prompt_tokens"] > json.loads(invoke("--chat", "stop it", *short).stdout)["prompt_tokens"]
+    (call,) = json.loads(named.stdout)["tool_calls"]
+    assert re.fullmatch("call_[0-9a-f]{24}", call.pop("id"))
+    assert call == {"name": "stop", "arguments": {}}
     for arguments, sentence in (
         (("--messages", chat, "--chat", "a"), "give one of --chat and --messages"),
         (("--prompt", "a", "--system", "b"), "--system is of --chat"),
+        (("--chat", "stop it", "--system", "Be brief."), "trained on single commands"),
         (("--messages", listed), "is not a message with role and content"),
         (("--chat", "a", "--tool-choice", "stop"), "tool_choice is of tools"),
         (("--chat", "a", "--tools", tmp_path / "none.json"), "does not exist"),

@@ -9,6 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from referencing import Registry
 from test_quantise_cli import SCHEMA, SMALL
 
 from dlm_calibration.recipes import HIGH
@@ -70,5 +71,5 @@ def test_auto_takes_the_format_that_is_fastest_here(
     assert set(chosen["formats"]) == {fast}
     assert chosen["seconds"] == pytest.approx(1e-3 * chosen["formats"][fast])
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
-    jsonschema.validate(manifest, SCHEMA)
+    jsonschema.validate(manifest, SCHEMA, registry=Registry())
     assert manifest["precision"]["tuning"]["processor"] == "a processor"

@@ -51,6 +51,9 @@ static void test_null_is_refused_by_name(dlm_bundle *bundle, const dlm_text *tex
   REFUSED(dlm_chat_render(text, &nobody, 1, WHY, out, 4, &size), DLM_INVALID_ARGUMENT, "role is NULL");
   REFUSED(dlm_chat_render(text, &nothing, 1, WHY, out, 4, &size), DLM_INVALID_ARGUMENT, "content is NULL");
   REFUSED(dlm_chat_render(text, &nothing, 0, WHY, out, 4, &size), DLM_INVALID_ARGUMENT, "no messages");
+  REFUSED(dlm_text_encode(text, PROMPT, 3, 4, WHY, tokens, 4, &size), DLM_INVALID_ARGUMENT, "flags = 4");
+  REFUSED(dlm_chat_encode(text, &nothing, 1, DLM_ENCODE_PROMPT, WHY, tokens, 4, &size), DLM_INVALID_ARGUMENT, "flags = 1");
+  REFUSED(dlm_chat_encode(text, &nobody, 1, 0, WHY, tokens, 4, &size), DLM_INVALID_ARGUMENT, "role is NULL");
   CLAIM(dlm_text_encode(text, PROMPT, 3, 0, NULL, 0, tokens, 4, &size) == DLM_OK && size > 0);
   dlm_text_destroy(NULL);
   dlm_decoder_destroy(NULL);
@@ -69,7 +72,9 @@ static void test_short_buffers_are_filled_and_the_rest_is_told(const dlm_text *t
   CLAIM(dlm_text_decode(text, all, count, WHY, part, 5, &size) == DLM_OK && memcmp(part, "turn .", 6) == 0);
   const dlm_message message = {"user", PROMPT, strlen(PROMPT)};
   CLAIM(dlm_chat_render(text, &message, 1, WHY, whole, ROOM, &size) == DLM_OK && size > strlen(PROMPT) && size < ROOM);
-  CLAIM(dlm_text_encode(text, whole, size, 0, WHY, some, 3, &few) == DLM_OK && few == count && some[2] == all[2]);
+  CLAIM(dlm_text_encode(text, whole, size, DLM_ENCODE_SPECIAL, WHY, some, 3, &few) == DLM_OK && few == count && some[2] == all[2]);
+  CLAIM(dlm_text_encode(text, whole, size, 0, WHY, NULL, 0, &few) == DLM_OK && few > count);
+  CLAIM(dlm_chat_encode(text, &message, 1, 0, WHY, some, 3, &few) == DLM_OK && few == count && some[2] == all[2]);
   CLAIM(dlm_text_encode(text, "a\0b", 3, 0, WHY, some, 3, &few) == DLM_OK && few == 3);
 }
 
@@ -124,7 +129,19 @@ static void test_generating(dlm_bundle *bundle) {
   CLAIM(dlm_generate_text(session, &options, "x", 1, NULL, NULL, NULL, &size) == DLM_INVALID_ARGUMENT);
   CLAIM(dlm_generate_text(session, &options, "\xff", 1, NULL, NULL, &text, &size) == DLM_INVALID_ARGUMENT);
   CLAIM(dlm_generate_text(NULL, &options, "x", 1, NULL, NULL, &text, &size) == DLM_INVALID_ARGUMENT);
-  options.max_new_tokens = -1;
+  dlm_generate_options_init(&options);
+  CLAIM(options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS);
+  CLAIM(dlm_generate_text(session, &options, PROMPT, strlen(PROMPT), NULL, NULL, &text, &size) == DLM_OK);
+  char by_default[4096];
+  CLAIM(size > 0 && size < sizeof by_default);
+  memcpy(by_default, text, size + 1);
+  options.max_new_tokens = dlm_bundle_max_new_tokens(bundle);
+  CLAIM(dlm_generate_text(session, &options, PROMPT, strlen(PROMPT), NULL, NULL, &text, &size) == DLM_OK);
+  CLAIM(strcmp(text, by_default) == 0); /* the length is the bundle's own */
+  options.max_new_tokens = 0;
+  CLAIM(dlm_generate_text(session, &options, PROMPT, strlen(PROMPT), NULL, NULL, &text, &size) == DLM_OK);
+  CLAIM(dlm_session_result(session, 0, &result) == DLM_OK && result.nfe == 0); /* 0 stays 0 */
+  options.max_new_tokens = -2;
   CLAIM(dlm_generate_text(session, &options, "x", 1, NULL, NULL, &text, &size) == DLM_INVALID_ARGUMENT);
   CLAIM(strstr(dlm_session_last_error(session), "is negative") != NULL);
   dlm_session_destroy(session);

@@ -217,18 +217,21 @@ def _conversation(messages: Any) -> tuple[list[dict[str, Any]], str]:
 def _completed(
     tokenizer: Tokenizer, prompt: str, chat: list[dict[str, Any]] | None, completion: str, eos_token_id: int | None
 ) -> Sample:
-    """Prompt, completion and, where there is one, the end token. Raises ValueError."""
+    """Prompt, completion and, if there is one, the end token. Raises ValueError.
+
+    Samples are not untrusted text, so a special token that they spell is that token.
+    """
     if not completion.strip():
         raise ValueError("an empty completion: leave this line out")
-    given = tokenizer.encode(prompt) if chat is None else tokenizer.encode_chat(chat)
+    given = tokenizer.encode(prompt, True) if chat is None else tokenizer.encode_chat(chat, special_tokens=True)
     end = [] if eos_token_id is None else [eos_token_id]
-    tokens = [*given, *tokenizer.encode_plain(completion), *end]
+    tokens = [*given, *tokenizer.encode_plain(completion, True), *end]
     return Sample(np.array(tokens, dtype=np.int64), len(given), completion, prompt)
 
 
 def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
-    """A sample of plain text. Raises ValueError."""
-    plain, wrapped = tokenizer.encode_plain(text), tokenizer.encode(text)
+    """A sample of text that is no answer; special tokens may be spelled in it. Raises ValueError."""
+    plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("no text: leave this line out")
     # A token that opens every text belongs to it: its activations are often the largest. A prompt's wrapping does not.

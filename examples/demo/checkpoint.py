@@ -77,13 +77,16 @@ def sdar_config(c: NetworkSpec) -> dict[str, object]:
     }
 
 
-LAYOUTS = {"llada": (llada.LAYOUT, llada_config, 64), "sdar": (TRUNK, sdar_config, 192)}
-"""Names of weights, config.json, and how many tokens a request fills that does not say."""
+LAYOUTS = {
+    "llada": (llada.LAYOUT, llada_config, {"max_new_tokens": 64}),
+    "sdar": (TRUNK, sdar_config, {"max_new_tokens": 192, "json_layout": "lines", "call_format": "lines"}),
+}
+"""Names of weights, config.json and generation_config.json."""
 
 
 def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
     """Write the files in the family's layout; each appears whole or not at all."""
-    layout, config_of, new_tokens = LAYOUTS[network.family]
+    layout, config_of, generation = LAYOUTS[network.family]
     config = {"architectures": [network.architecture], "model_type": network.family} | config_of(network)
     matrices = {linear.weight for linear in network.linear_layers()}
     tensors = {}
@@ -95,7 +98,7 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")
-    for name, said in {"generation_config.json": {"max_new_tokens": new_tokens}, "config.json": config}.items():
+    for name, said in {"generation_config.json": generation, "config.json": config}.items():
         partial = folder / f"{name}.partial"
         partial.write_text(json.dumps(said, indent=2) + "\n")
         partial.replace(folder / name)

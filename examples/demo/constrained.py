@@ -2,9 +2,9 @@
 
 python examples/demo/constrained.py build/demo
 python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --new-tokens 192
+python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --count 100 --defaults
 
-The second demo writes a call a line. JSON of a schema is compact, so a list of calls is constrained by an expression: that of
-the calls' schema, repeated, with the line breaks between.
+The second demo writes one call per line. Its bundle says so (json_layout), and the constraint follows it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ import click
 from evaluate import same_call
 
 import dlm_runtime
-from dlm_runtime import Bundle
-from dlm_runtime.constraints import expressions
-from dlm_runtime.constraints import schema as schemas
-from dlm_runtime.constraints.compiled import Constraint
+from dlm_runtime import Bundle, Generation
 
 HELD_OUT = Path(__file__).with_name("heldout.jsonl")
 LOOPS: dict[str, dict[str, Any]] = {
@@ -47,14 +44,6 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
         return call_schema(answers)
     calls = call_schema([call for answer in answers for call in answer])
     return {"type": "array", "items": calls, "minItems": 1}
-
-
-def answer_constraint(bundle: Bundle, schema: dict[str, Any]) -> Constraint:
-    """The answers of a schema, as the demo writes them: lists with a call a line."""
-    if "items" not in schema:
-        return bundle.constraint(schema=schema)
-    call = expressions.spelled_out(schemas.expression(schema["items"]))
-    return bundle.constraint(regex=rf"\[\n(?:{call})(?:,\n(?:{call}))*\n\]")
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -98,20 +87,24 @@ def _type(values: Sequence[Any]) -> dict[str, Any]:
 @click.option("--data", type=click.Path(exists=True, path_type=Path), default=HELD_OUT, help="Held-out commands.")
 @click.option("--count", type=click.IntRange(1), help="So many of them.  [default: all]")
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
-def main(bundle: Path, data: Path, count: int | None, new_tokens: int) -> None:
+@click.option("--defaults", is_flag=True, help="Give schema= or tools= and no other option, by the bundle's default preset.")
+def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults: bool) -> None:
     """Compare free and constrained runs of held-out commands."""
     pairs = commands(data)
     schema = answer_schema([json.loads(answer) for _, answer in pairs])
     with dlm_runtime.open(bundle) as opened:
-        for line in compare(opened, pairs[:count], schema, new_tokens):
+        lines = by_default(opened, pairs[:count], schema) if defaults else compare(opened, pairs[:count], schema, new_tokens)
+        for line in lines:
             click.echo(line)
 
 
 def compare(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any], new_tokens: int) -> Iterator[str]:
     """What each loop of the bundle makes of the commands, a line each."""
     from jsonschema import Draft202012Validator
+    from referencing import Registry
 
-    validator, constraint = Draft202012Validator(schema), answer_constraint(bundle, schema)
+    # A registry that retrieves nothing: by default, jsonschema opens the URLs that a schema refers to.
+    validator, constraint = Draft202012Validator(schema, registry=Registry()), bundle.constraint(schema=schema)
     for name, loop in LOOPS.items():
         if loop["preset"] not in bundle.manifest["loop"]["presets"]:
             continue
@@ -124,6 +117,40 @@ def compare(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, 
                 valid += _is_valid(validator, out.text or "")
             kind = "free" if given is None else "constrained"
             yield f"{name}, {kind}: {valid} valid, {exact} exact of {len(pairs)}, NFE {passes / len(pairs):.3f}"
+
+
+def by_default(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]) -> Iterator[str]:
+    """The commands answered right with a constraint and no other option, one line for each kind."""
+    tools = tools_of(schema)
+    kinds: dict[str, dict[str, Any]] = {
+        "free": {},
+        "schema": {"schema": schema},
+        "tools": {"tools": tools},
+        "tools, required": {"tools": tools, "tool_choice": "required"},
+    }
+    for name, options in kinds.items():
+        right = passes = 0
+        loss = 0.0
+        for prompt, answer in pairs:
+            out = bundle.generate(prompt=prompt, **options)
+            right += is_answer(out, answer) if "tools" in options else same_call(out.text, answer)
+            passes += out.nfe
+            loss = max(loss, out.constraint_log_prob_loss / max(1, out.completion_tokens))
+        yield f"{name}: {right} right of {len(pairs)}, NFE {passes / len(pairs):.3f}, at most {loss:.4f} nats lost per token"
+
+
+def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions of an answer's schema, as tools."""
+    branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
+    described = [{"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches]
+    return [{"type": "function", "function": function} for function in described]
+
+
+def is_answer(out: Generation, answer: str) -> bool:
+    """Compare the calls of a result with an answer of the data."""
+    wanted = json.loads(answer)
+    calls = [{"name": call.name, "arguments": call.arguments} for call in out.tool_calls]
+    return same_call(json.dumps(calls), json.dumps(wanted if isinstance(wanted, list) else [wanted]))
 
 
 def _is_valid(validator: Any, text: str) -> bool:

@@ -77,6 +77,7 @@ class TorchBundle:
     def __init__(self, checkpoint: Path) -> None:
         self.denoiser = load_checkpoint(checkpoint)
         self.tokenizer = dlm_runtime.tokenizer.Tokenizer.from_files(checkpoint / "tokenizer.json")
+        self.max_new_tokens = json.loads((checkpoint / "generation_config.json").read_text())["max_new_tokens"]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
         """As ``Bundle.generate``; the preset is taken by its name."""
@@ -89,12 +90,16 @@ class TorchBundle:
 
 
 def evaluate(
-    bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], max_new_tokens: int = 64, **policy: Any
+    bundle: dlm_runtime.Bundle | TorchBundle,
+    lines: Sequence[dict[str, str]],
+    max_new_tokens: int | None = None,
+    **policy: Any,
 ) -> dict[str, Any]:
-    """Answer every command.
+    """Answer every command, with at most ``max_new_tokens`` tokens (None: the number that the bundle or checkpoint names).
 
     Returns what is right by split, and by function or by number of calls; NFE, tokens and seconds a command; failures.
     """
+    max_new_tokens = bundle.max_new_tokens if max_new_tokens is None else max_new_tokens
     right: defaultdict[str, list[bool]] = defaultdict(list)
     nfe, tokens, seconds, failures = [], [], [], []
     for line in lines:
@@ -123,7 +128,7 @@ def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str,
         click.echo(f"{threshold:9.2f}  {right:11.1%}  {passes / len(lines):13.2f}  {tokens / passes:13.2f}  {speed:8.0f}")
 
 
-def efforts(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new_tokens: int) -> None:
+def efforts(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new_tokens: int | None) -> None:
     """Print exact match and NFE at every level of effort."""
     click.echo("effort   exact match  NFE a command")
     for level in LEVELS:
@@ -137,7 +142,7 @@ def efforts(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new
 @click.option("--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]")
 @click.option("--preset", default="fast-dllm", show_default=True, help="Loop of the bundle.")
 @set_option
-@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Room for an answer.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: the bundle's own number]")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
 @click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
 @click.option("--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99.")
@@ -149,7 +154,7 @@ def main(
     count: int | None,
     preset: str,
     changes: tuple[str, ...],
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     checkpoint: Path | None,
     loss: bool,
     thresholds: bool,

@@ -18,8 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 EOS, MASK, USER, ASSISTANT = SPECIAL_TOKENS = ("<|eos|>", "<|mask|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}<|assistant|>"
-    "{% else %}{{ message['content'] }}<|eos|>{% endif %}{% endfor %}"
+    "{% if messages | length > 1 or messages[0]['role'] != 'user' %}"
+    "{{ raise_exception('this denoiser was trained on single commands: give one message, of the role user') }}{% endif %}"
+    "<|user|>{{ messages[0]['content'] }}<|assistant|>"
 )
 SPACE = "Ġ"
 """The byte 0x20 in byte-level BPE's alphabet."""

@@ -41,7 +41,7 @@ int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& befo
   dlm::Scheduler scheduler(bundle);
   std::vector<dlm::Job> jobs;
   for (const std::string& line : lines)
-    jobs.push_back(scheduler.submit(text.encode(text.render({{"user", line}}), false), options));
+    jobs.push_back(scheduler.submit(text.encode_chat({{"user", line}}), options));
   std::thread passes([&] { scheduler.run(true); });
   passes.join();
   int count = 0;

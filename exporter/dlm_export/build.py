@@ -25,7 +25,7 @@ from dlm_export.judging.parity import Parity
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.outputs import TakenError
+from dlm_export.outputs import check_outside
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Progress, Stages
 from dlm_export.quantising import experts
@@ -119,8 +119,7 @@ def build_from(
 def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     """The stages, in their order."""
     request, source = job.request, job.source
-    if output.resolve() == source.path.resolve():
-        raise TakenError(f"{output}: is what the bundle is built from; choose another folder")
+    check_outside(output, source.path)
     kept = request.options.resume
     if kept is not None and output.resolve() in (kept.resolve(), *kept.resolve().parents):
         raise work.ResumeError(f"--resume {kept}: is where the bundle goes, which is replaced whole; choose another folder")
@@ -173,6 +172,8 @@ def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fus
         chat_template=text.chat_template,
         text=text.compiled,
         config_sha256=source.config_sha256,
+        json_layout=source.json_layout,
+        call_format=source.call_format,
     )
 
 

@@ -52,12 +52,14 @@ def make_manifest(
     chat_template: dict[str, Any] | None,
     text: dict[str, str] | None,
     config_sha256: str | None,
+    json_layout: str | None = None,
+    call_format: str | None = None,
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
 
     ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``max_new_tokens``: of a request that does not say; None:
     nobody said. ``config_sha256``: of the checkpoint's config.json; None
-    where the source does not say.
+    where the source does not say. ``json_layout``, ``call_format``: names of what the denoiser was trained on, or None.
     """
     described = network.as_dict()
     return {
@@ -79,6 +81,8 @@ def make_manifest(
         "targets": targets,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
+        **({} if json_layout is None else {"json_layout": json_layout}),
+        **({} if call_format is None else {"call_format": call_format}),
         **({} if text is None else {"text": text}),
     }
 

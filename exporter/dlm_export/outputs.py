@@ -88,6 +88,18 @@ def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextMana
     )
 
 
+def check_outside(output: Path, *sources: Path) -> None:
+    """Raise TakenError if ``output`` is one of the ``sources`` or inside one. Symbolic links are followed."""
+    for source in sources:
+        wanted, read = output.resolve(), source.resolve()
+        if wanted == read:
+            raise TakenError(f"{output}: is what is read from; choose another path")
+        if read in wanted.parents:
+            raise TakenError(
+                f"{output}: lies inside {source}, which is read from and never written to; choose a path outside it"
+            )
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write, which takes its place in one step when the block ends well: of files that are ours."""

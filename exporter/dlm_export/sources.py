@@ -22,14 +22,16 @@ from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
-from dlm_export.families.reading import new_tokens
+from dlm_export.families.reading import new_tokens, text_option
 from dlm_export.graph import experts
 from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_text
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
 from dlm_runtime.policy import Policy, presets_for
 from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES
+from dlm_runtime.tools import FORMATS
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Source:
     """Of the checkpoint's config.json; None for a bundle that does not say."""
     max_new_tokens: int | None = None
     """Mask tokens of a request that does not say how many; None: nobody said."""
+    json_layout: str | None = None
+    """Name of the layout of JSON text that the denoiser was trained on; None: not known."""
+    call_format: str | None = None
+    """Name of the format of tool calls that it was trained on; None: not known."""
     has_effort: bool = False
     """Whether it is a bundle with effort levels, which hold for it alone."""
 
@@ -58,8 +64,8 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     """Open a checkpoint, or a bundle in full precision. Raises CheckpointError, BundleError."""
     if (path / MANIFEST_FILE).is_file():
         return _open_bundle(path, overrides or Overrides())
-    checkpoint = Checkpoint(path)
-    network = families.read_network(checkpoint, overrides or Overrides())
+    checkpoint, overrides = Checkpoint(path), overrides or Overrides()
+    network = families.read_network(checkpoint, overrides)
     weights = families.open_weights(checkpoint, network)
     text = tokenizer.read(checkpoint, network)
     family = families.FAMILIES[network.family]
@@ -74,6 +80,8 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         tuple(weights.notes),
         sha256(checkpoint.config.path),
         new_tokens(checkpoint, network.max_canvas_length),
+        overrides.json_layout or text_option(checkpoint, "json_layout", LAYOUTS),
+        overrides.call_format or text_option(checkpoint, "call_format", FORMATS),
     )
 
 
@@ -189,7 +197,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
             f"{path}: is quantised already ({precision}). Start from the checkpoint, or from a bundle in "
             f"{' or '.join(graph.PRECISIONS)}."
         )
-    if overrides != Overrides():
+    if replace(overrides, json_layout=None, call_format=None) != Overrides():
         raise CheckpointError(
             f"{path}: a bundle's mask token, canvas and blocks stay as they were built; start from the checkpoint"
         )
@@ -214,5 +222,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         precision,
         config_sha256=config_sha256,
         max_new_tokens=manifest["loop"].get("max_new_tokens"),
+        json_layout=overrides.json_layout or manifest.get("json_layout"),
+        call_format=overrides.call_format or manifest.get("call_format"),
         has_effort=has_effort,
     )

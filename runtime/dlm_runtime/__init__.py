@@ -9,7 +9,19 @@ Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Imp
 
 from dlm_runtime.bundle import Bundle, open
 from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
-from dlm_runtime.errors import BundleError, BusyError, CancelledError, ClosedError, DlmError, EngineError, RequestError
+from dlm_runtime.constraints.layout import LAYOUTS, Layout
+from dlm_runtime.errors import (
+    BundleError,
+    BusyError,
+    CancelledError,
+    ClosedError,
+    ConstraintWarning,
+    DlmError,
+    DlmWarning,
+    EngineError,
+    ForkError,
+    RequestError,
+)
 from dlm_runtime.infill import Infill
 from dlm_runtime.policy import PRESETS, Policy
 from dlm_runtime.results import Event, Generation
@@ -17,6 +29,7 @@ from dlm_runtime.scheduler import Job, PassCost, Scheduler
 from dlm_runtime.tools import CallFormat, ToolCall
 
 __all__ = [
+    "LAYOUTS",
     "PRESETS",
     "Bundle",
     "BundleError",
@@ -25,13 +38,17 @@ __all__ = [
     "CallbackPass",
     "CancelledError",
     "ClosedError",
+    "ConstraintWarning",
     "DenoiserInfo",
     "DlmError",
+    "DlmWarning",
     "EngineError",
     "Event",
+    "ForkError",
     "Generation",
     "Infill",
     "Job",
+    "Layout",
     "PassCost",
     "Policy",
     "RequestError",

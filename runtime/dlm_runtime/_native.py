@@ -130,6 +130,7 @@ class GenerateOptions(C.Structure):
         ("policies", C.POINTER(C.POINTER(Policy))),
         ("deadline_ms", C.c_double),
         ("max_steps", C.c_int32),
+        ("special_tokens", C.c_int32),
     ]
 
 
@@ -168,22 +169,29 @@ class Result(C.Structure):
         ("log_probs", f32p),
         ("undecided", C.POINTER(C.c_uint8)),
         ("length", C.c_size_t),
+        ("constraint_log_prob_loss", C.c_double),
     ]
 
 
 FINISHES = ("none", "stop", "length", "steps", "deadline", "cancelled", "constraint")
-"""What a request ended by, by DLM_FINISH_..."""
+"""Names of DLM_FINISH_..., by number."""
+
+
+def finish_name(number: int) -> str:
+    """The name of a DLM_FINISH_... value; ``unknown (N)`` for one that only a newer library knows."""
+    return FINISHES[number] if 0 <= number < len(FINISHES) else f"unknown ({number})"
 
 
 def outcome(result: Result) -> dict[str, object]:
-    """What ``Generation`` says of a request that the native loop tells."""
+    """The fields of ``Generation`` that a native result holds."""
     return {
         "nfe": result.nfe,
-        "finish": FINISHES[result.finish],
+        "finish": finish_name(result.finish),
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": result.completion_tokens,
         "log_probs": [None if math.isnan(value) else value for value in result.log_probs[: result.length]],
         "undecided": [bool(flag) for flag in result.undecided[: result.length]],
+        "constraint_log_prob_loss": result.constraint_log_prob_loss,
     }
 
 
@@ -321,6 +329,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_decoder_destroy": (None, [C.c_void_p]),
     "dlm_decoder_push": (C.c_int32, [C.c_void_p, i32p, C.c_size_t, C.c_int32, _out, _size]),
     "dlm_chat_render": (C.c_int32, [C.c_void_p, *_chat, *_message, C.c_char_p, C.c_size_t, _size]),
+    "dlm_chat_encode": (C.c_int32, [C.c_void_p, *_chat, C.c_int32, *_message, i32p, C.c_size_t, _size]),
     "dlm_generate_text": (
         C.c_int32,
         [C.c_void_p, C.POINTER(GenerateOptions), C.c_char_p, C.c_size_t, TextFn, C.c_void_p, _out, _size],
@@ -360,7 +369,13 @@ def library() -> C.CDLL:
     candidates = [Path(chosen)] if chosen else [folder / "lib" / name for folder in package_folders()]
     for path in candidates:
         if path.is_file():
-            loaded = C.CDLL(str(path))
+            try:
+                loaded = C.CDLL(str(path))
+            except OSError as err:
+                raise EngineError(
+                    f"{path} cannot be loaded ({err}): reinstall dlm-export, or set "
+                    "DLM_RUNTIME_LIBRARY to the path of its library"
+                ) from err
             break
     else:
         raise EngineError(

@@ -14,6 +14,8 @@ from typing import Any
 
 from dlm_runtime.errors import DlmError
 
+_PIECE_BYTES = 1 << 16
+
 
 def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> bytes:
     """All of a plain file, which a symbolic link may lead to."""
@@ -25,7 +27,15 @@ def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = 
                 raise error(f"{path}: not a plain file.{hint}")
             if info.st_size > limit_bytes:
                 raise error(f"{path}: {info.st_size} bytes is too large: at most {limit_bytes} are read.{hint}")
-            return file.read(limit_bytes)
+            # Not up to the limit at once: Python allocates all that is asked for. Files of /proc say that they have 0 bytes.
+            data = file.read(info.st_size + 1)
+            while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
+                data += more
+            if len(data) > limit_bytes:
+                raise error(f"{path}: too large: at most {limit_bytes} bytes are read.{hint}")
+            return data
+    except MemoryError as err:
+        raise error(f"{path}: not enough memory to read it: end other programs, or raise its limit.{hint}") from err
     except FileNotFoundError as err:
         raise error(f"{path}: no such file.{hint}") from err
     except OSError as err:

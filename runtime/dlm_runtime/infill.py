@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from dlm_runtime.errors import RequestError
+from dlm_runtime.errors import RequestError, shown
+from dlm_runtime.request import count_of, text_of
 from dlm_runtime.results import Generation
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ HOLE = "<mask>"
 """How a hole is written."""
 MOST_TRIED = 64
 """Requests that lengths may make."""
-_KINDS = ("schema", "regex", "enum", "json_object", "max_depth")  # what Bundle.constraint is given
+_KINDS = ("schema", "regex", "enum", "json_object", "json_layout", "max_depth")  # what Bundle.constraint is given
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,16 @@ def infill(
             f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see what is "
             "behind its block. Infill with a denoiser of full attention."
         )
-    between = text.split(HOLE)
+    between = text_of("text", text).split(HOLE)
     if len(between) < 2:
         raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
-    parts = [_beginning(bundle.tokenizer, between[0]), *map(bundle.tokenizer.encode_plain, between[1:])]
+    special_tokens = request.get("special_tokens", False)
+    parts = [_beginning(bundle.tokenizer, between[0], special_tokens, request.pop("prompt", None), request.pop("chat", None))]
+    parts += [bundle.tokenizer.encode_plain(part, special_tokens) for part in between[1:]]
     tried = _tried(lengths, len(between) - 1)
     if constrain_from is not None:
-        request, tried = _constrained(bundle, between, constrain_from, request, tried)
+        first = count_of("constrain_from", constrain_from)
+        request, tried = _constrained(bundle, between, first, request, tried)
     canvases = [_Canvas(parts, each) for each in tried]
     # An end token pads a hole here, and ends nothing.
     tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
@@ -90,9 +94,18 @@ def infill(
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
 
 
-def _beginning(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of text in front of a hole, with what the tokenizer puts in front of a prompt and nothing that it puts behind one."""
-    plain, alone, around = tokenizer.encode_plain(text), tokenizer.encode_plain("a"), tokenizer.encode("a")
+def _beginning(tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any) -> list[int]:
+    """Ids of the text before a hole, after those of a prompt or chat.
+
+    Without these, what the tokenizer puts before a prompt is put before the text, but not what it puts after one.
+    """
+    if prompt is not None and chat is not None:
+        raise RequestError("infill: give prompt or chat, not both")
+    if prompt is not None:
+        return [*tokenizer.encode(prompt, special_tokens), *tokenizer.encode_plain(text, special_tokens)]
+    if chat is not None:
+        return [*tokenizer.encode_chat(chat, None, special_tokens), *tokenizer.encode_plain(text, special_tokens)]
+    plain, alone, around = tokenizer.encode_plain(text, special_tokens), tokenizer.encode_plain("a"), tokenizer.encode("a")
     count = next((at for at in range(len(around)) if around[at : at + len(alone)] == alone), 0)
     in_front = around[:count]
     return plain if plain[:count] == in_front else [*in_front, *plain]
@@ -122,7 +135,9 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]
     except TypeError:
-        raise RequestError(f"infill: lengths = {lengths!r}: give tokens, 1 or more, or a list with an entry a hole") from None
+        raise RequestError(
+            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry a hole"
+        ) from None
     if len(choices) == 1:
         choices *= holes
     if len(choices) != holes:
@@ -130,7 +145,9 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
     count = 1
     for each in choices:
         if not each or any(not isinstance(length, int) or not 1 <= length < 1 << 24 for length in each):
-            raise RequestError(f"infill: {each!r} is no length of a hole: give tokens, 1 or more, or a list of such to try")
+            raise RequestError(
+                f"infill: {shown(each)} is no length of a hole: give tokens, 1 or more, or a list of such to try"
+            )
         count *= len(each)
     if count > MOST_TRIED:
         raise RequestError(f"infill: {count} requests to try all lengths, and at most {MOST_TRIED} are made: give fewer")

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlm_runtime.errors import BundleError
+from dlm_runtime.constraints.layout import LAYOUTS
+from dlm_runtime.errors import BundleError, shown
+from dlm_runtime.tools import FORMATS
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -67,18 +69,31 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     return TextFiles(tokenizer, listed(chat.get("file"), "chat_template.file"), special_tokens)
 
 
+def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Check the names of the layout of JSON text and of the format of calls. Raises BundleError for an unknown one."""
+    for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
+        name = manifest.get(key)
+        if key in manifest and not (isinstance(name, str) and name in known):
+            _refuse(
+                folder,
+                key,
+                f"{_short(shown(name))} is not one of {', '.join(known)}: build the bundle again, or update dlm-export",
+            )
+
+
 @functools.cache
 def validator() -> Draft202012Validator:
     """Checks manifests by the schema; as in the native reader, an integer is written without a fraction."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
+    from referencing import Registry
 
     def is_integer(_: object, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
     schema = json.loads(Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8"))
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
-    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(schema)
+    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(schema, registry=Registry())
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Real
 from typing import Any, TypeAlias
 
 from dlm_runtime.errors import RequestError
@@ -63,7 +64,7 @@ class Policy:
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
         if unknown is not None:
-            near = difflib.get_close_matches(unknown, [*beside, *known], 1, _NEAR)
+            near = difflib.get_close_matches(str(unknown), [*beside, *known], 1, _NEAR)
             meant = f"did you mean {near[0]}? Known are" if near else "one of"
             kind = "argument" if beside else "policy field"
             raise RequestError(f"unknown {kind} {unknown!r}: {meant} {', '.join([*beside, *known])}")
@@ -71,7 +72,8 @@ class Policy:
         if isinstance(changes.get("score"), str):
             changes["score"] = SCORE_ALIASES.get(changes["score"], changes["score"])
         if "temperature" in changes and "select" not in changes:
-            changes["select"] = "sample" if changes["temperature"] else "argmax"
+            temperature = changes["temperature"]
+            changes["select"] = "argmax" if isinstance(temperature, Real) and temperature == 0 else "sample"
         elif changes.get("select") == "argmax" and "temperature" not in changes:
             changes["temperature"] = 0.0
         return replace(self, **changes)

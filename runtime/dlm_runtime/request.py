@@ -1,16 +1,17 @@
-"""A request: what it says by name, and what becomes of that in the C ABI's terms: what is given, its policy, its text."""
+"""A request: its options by name, and their form in the C ABI: token ids, policy, limits."""
 
 from __future__ import annotations
 
 import ctypes as C
 import operator
-import reprlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from dlm_runtime import _native
-from dlm_runtime.errors import RequestError
+from dlm_runtime.constraints.layout import LAYOUTS, Layout
+from dlm_runtime.errors import RequestError, shown
 from dlm_runtime.policy import Policy
 from dlm_runtime.results import Generation
 from dlm_runtime.text_stream import TextStream, find_stop
@@ -19,35 +20,47 @@ from dlm_runtime.tools import CallFormat, Tools, format_of
 if TYPE_CHECKING:
     from dlm_runtime.bundle import Bundle
     from dlm_runtime.constraints.compiled import Constraint
-    from dlm_runtime.tokenizer import Tokenizer
 
 TEXT_FIELDS = tuple(each.name for each in fields(Policy) if each.type == "str")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a request says by name beside what is given, in every method that generates; 0, None and empty: nothing.
+    """The options of a request, beside its prompt, tokens or chat. The defaults mean: not given.
 
-    ``max_new_tokens`` mask tokens are put behind what is given, and filled; None: the bundle's own number. The loop is a
-    ``preset`` of the bundle (None: its default), or the one fitted for an ``effort``: instant, low, medium or high; ``policy``
-    has the fields of ``Policy`` that are changed by name, whatever these say. ``steps`` plans that many passes for the whole
-    generation, split evenly over the blocks.
+    Args:
+        max_new_tokens: Number of mask tokens to add after the prompt and fill. None: the bundle's own number.
+        preset: Name of one of the bundle's loops. None: the bundle's default preset.
+        effort: Take the loop that was fitted for this effort level instead: instant, low, medium or high.
+        steps: Plan this many passes for the whole generation, split evenly over the blocks. 0: the policy's own plan.
+        max_steps: Stop after this many passes. 0: no limit.
+        deadline_ms: Stop this many milliseconds after the start, within one pass. 0: no limit.
+        stop_strings: End the text before the first of these. No further block is started after the one that holds it.
+        prefix: Text that the answer starts with.
+        special_tokens: If True, text that spells a special token, such as ``<|eos|>``, is that token in the prompt, the
+            messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an answer.
+            The tokens that the tokenizer and the chat template add are not affected.
+        constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the limits,
+            unless a stop string cuts it.
+        schema, regex, enum, json_object: A constraint that is compiled on first use: see ``Bundle.constraint``. ``prefix`` is
+            part of the constrained text. (A ``constraint`` has its own ``before``.)
+        json_layout: White space of JSON that a schema, ``json_object`` or tools ask for: a name of ``LAYOUTS``, or a
+            ``Layout``. None: the layout that the bundle was trained on, or compact.
+        tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
+            "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat template
+            receives them.
+        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a call),
+            or "none" (the chat template does not receive the tools).
+        parallel_tool_calls: Whether a required text may be several calls. None: if the call format has a text around all
+            calls, as the lists of "list" and "lines" have.
+        call_format: How calls are written: a name of ``tools.FORMATS``, or a ``CallFormat``. None: the format that the bundle
+            was trained on. If it does not say, the chat template's; the default is one JSON object per line.
+        policy: Fields of ``Policy`` to change, by name. They are applied last.
 
-    It ends before all is decided, within one pass, after ``max_steps`` passes, or ``deadline_ms`` milliseconds after its start;
-    ``Generation.finish`` then says so, and the result has what it came to. ``stop_strings`` end the text, and the passes behind
-    the block that holds one.
+    A request that is stopped by ``max_steps``, ``deadline_ms`` or a cancellation returns what it has:
+    ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless the whole text was decided.
 
-    ``prefix`` is text that the answer starts with.
-
-    ``constraint`` (of ``Bundle.constraint``), or in its place ``schema``, ``regex``, ``enum`` or ``json_object``, which are its
-    arguments: the text is then valid by it, whatever the policy, the room, and what ends the request but for ``stop_strings``.
-    With the latter four ``prefix`` is part of that text; a ``constraint`` has it as its ``before``.
-
-    ``tools``: functions that may be called, ``{"type": "function", "function": {"name", "description", "parameters"}}`` each,
-    with a JSON Schema of their parameters; the chat template is given them. ``tool_choice``: "auto" (the text may be calls),
-    "required" or a function's name (it is constrained to be one), "none" (nobody is told of them). ``parallel_tool_calls``: it
-    may be several. ``call_format``: how calls are written, one of ``tools.FORMATS`` by name or another ``CallFormat``; None: as
-    the chat template has it, else an object a line.
+    Raises RequestError for a value of the wrong type, naming the option.
     """
 
     max_new_tokens: int | None = None
@@ -58,16 +71,34 @@ class Options:
     deadline_ms: float = 0.0
     stop_strings: Sequence[str] = ()
     prefix: str = ""
+    special_tokens: bool = False
     constraint: Constraint | None = None
     schema: Any = None
     regex: str | None = None
     enum: Sequence[str] | None = None
     json_object: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
+    json_layout: str | Layout | None = None
+    tools: Sequence[Mapping[str, Any]] | Tools | None = None
     tool_choice: str = "auto"
-    parallel_tool_calls: bool = False
+    parallel_tool_calls: bool | None = None
     call_format: str | CallFormat | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "max_steps"):
+            count_of(name, getattr(self, name))
+        for name in ("json_object", "special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} = {shown(value)}: give True or False")
+        if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
+            raise RequestError(f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None")
+        if self.max_new_tokens is not None:
+            count_of("max_new_tokens", self.max_new_tokens)
+        milliseconds_of("deadline_ms", self.deadline_ms)
+        texts_of("stop_strings", self.stop_strings)
+        text_of("prefix", self.prefix)
+        if self.json_layout is not None and self.schema is None and self.tools is None and not self.json_object:
+            raise RequestError("json_layout is of schema, json_object and tools: give one of these as well")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
@@ -81,37 +112,103 @@ class Options:
         given = {"schema": self.schema, "regex": self.regex, "enum": self.enum, "json_object": self.json_object or None}
         return {name: value for name, value in given.items() if value is not None}
 
-    def tools_for(self, tokenizer: Tokenizer | None) -> Tools | None:
-        """Its tools, checked; a chat template may say how calls are written. Raises RequestError."""
+    def tools_for(self, bundle: Bundle) -> Tools | None:
+        """The checked tools; None if the request has none. Raises RequestError."""
+        others = {"tool_choice": self.tool_choice != "auto", "parallel_tool_calls": self.parallel_tool_calls is not None}
+        others |= {"call_format": self.call_format is not None}
+        given = [name for name, is_given in others.items() if is_given]
         if self.tools is None:
-            others = {"tool_choice": self.tool_choice != "auto", "parallel_tool_calls": self.parallel_tool_calls}
-            others |= {"call_format": self.call_format is not None}
-            if unused := [name for name, is_given in others.items() if is_given]:
-                raise RequestError(f"{unused[0]} is of tools: give these as well")
+            if given:
+                raise RequestError(f"{given[0]} is of tools: give these as well")
             return None
         if self.constrained_by:
             raise RequestError(f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be")
-        if tokenizer is None:
+        if bundle.tokenizer is None:
             raise RequestError("calls are text, and this bundle has no tokenizer: leave tools out")
-        written = format_of(self.call_format, tokenizer.template)
-        return Tools.checked(self.tools, self.tool_choice, written, self.parallel_tool_calls)
+        if isinstance(self.tools, Tools):
+            if given:
+                raise RequestError(f"{given[0]}: these tools were made with Bundle.tools: give {given[0]} there")
+            return self.tools
+        written = format_of(bundle.call_format if self.call_format is None else self.call_format, bundle.tokenizer.template)
+        is_parallel = bool(written.start) if self.parallel_tool_calls is None else self.parallel_tool_calls
+        return Tools.checked(self.tools, self.tool_choice, written, is_parallel)
 
 
 OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "policy")
 
 
+class RequestOptions(TypedDict, total=False):
+    """The options of ``generate`` and its relatives for type checkers: those of ``Options``, and the fields of ``Policy``."""
+
+    max_new_tokens: int | None
+    preset: str | None
+    effort: str | None
+    steps: int
+    max_steps: int
+    deadline_ms: float
+    stop_strings: Sequence[str]
+    prefix: str
+    special_tokens: bool
+    constraint: Constraint | None
+    schema: Any
+    regex: str | None
+    enum: Sequence[str] | None
+    json_object: bool
+    json_layout: str | Layout | None
+    tools: Sequence[Mapping[str, Any]] | Tools | None
+    tool_choice: str
+    parallel_tool_calls: bool | None
+    call_format: str | CallFormat | None
+
+    select: str
+    score: str
+    commit: str
+    compare: str
+    schedule: str
+    remask: str
+    cache: str
+    stop: str
+    block_length: int
+    steps_per_block: int
+    refresh: int
+    threshold: float
+    factor: float
+    entropy_bound: float
+    timestep_eps: float
+    temperature: float
+    seed: int
+    store: str
+    sub_block_length: int
+    edit_passes: int
+    edit_threshold: float
+    top_p: float
+    top_k: int
+    score_of: str
+    cfg_scale: float
+
+
+class InfillOptions(RequestOptions, total=False):
+    """The options of ``infill`` for type checkers: those of ``generate_batch``."""
+
+    max_batch: int
+    max_depth: int | None
+    policies: Sequence[Mapping[str, Any]] | None
+    cancel: threading.Event | Sequence[threading.Event | None] | None
+
+
 class Request:
-    """Keeps alive what the structs point to."""
+    """A request in the C ABI's terms. It keeps the memory that the structs point to."""
 
     def __init__(self, bundle: Bundle, given: tuple[Any, ...], options: Options, policy: Policy, tools: Tools | None) -> None:
         """``given``: prompt, tokens and chat, of which one is not None."""
         prompt, tokens, chat = given
         if sum(value is not None for value in given) != 1:
             raise RequestError("give one of prompt, tokens and chat")
-        self.bundle, self.stop_strings, self.tools = bundle, options.stop_strings, tools
+        self.bundle, self.tools = bundle, tools
+        self.stop_strings = texts_of("stop_strings", options.stop_strings)
         self.is_edited = policy.remask == "edit"
-        if isinstance(self.stop_strings, str) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
-            raise RequestError(f"stop_strings = {self.stop_strings!r}: give a list of texts, none of them empty")
+        is_call = tools is not None and tools.is_forced
+        self.is_constrained = is_call or options.constraint is not None or bool(options.constrained_by)
         if bundle.tokenizer is None and self.stop_strings:
             raise RequestError("this bundle has no tokenizer, so that no text can stop it: leave stop_strings out")
         if tokens is not None:
@@ -120,15 +217,15 @@ class Request:
             raise RequestError("this bundle has no tokenizer: give tokens")
         elif prompt is not None:
             if not isinstance(prompt, str):
-                raise RequestError(f"prompt = {str(prompt)[:40]!r} is no text: give a str, or tokens")
-            self.given = bundle.tokenizer.encode(prompt)
+                raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
+            self.given = bundle.tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
-            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told)
+            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told, options.special_tokens)
         before = len(self.given)
         if options.prefix:
             if bundle.tokenizer is None:
                 raise RequestError("this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others")
-            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix)]
+            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix, options.special_tokens)]
         wanted = bundle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.capacity = len(self.given) + max_new_tokens
@@ -139,10 +236,7 @@ class Request:
         self.options.max_new_tokens = max_new_tokens
         self.options.steps = count_of("steps", options.steps)
         self.options.max_steps = count_of("max_steps", options.max_steps)
-        try:
-            self.options.deadline_ms = options.deadline_ms
-        except TypeError as err:
-            raise RequestError(f"deadline_ms = {options.deadline_ms!r} is not a number of milliseconds") from err
+        self.options.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
 
     def generation(
         self,
@@ -161,15 +255,28 @@ class Request:
         if stream is not None and stream.is_stopped:
             found |= {"finish": "stop", "completion_tokens": stream.tokens}
         names = ("prefill", "passes", "selection", "cache", "total")
-        return Generation(
+        made = Generation(
             tokens=canvas,
             text=text,
             timings={} if stats is None else {name: getattr(stats, f"{name}_s") for name in names},
             cache_bytes=0 if stats is None else stats.cache_bytes,
             passes=dict(passes or {}),
-            tool_calls=[] if self.tools is None else self.tools.calls(text),
+            tool_calls=self.tools.calls(text) if self.tools is not None and self._is_decided(canvas, outcome, stream) else [],
             **found,
         )
+        if self.is_constrained:
+            self.bundle.warn_if_unlikely(made)
+        return made
+
+    def _is_decided(self, canvas: list[int], outcome: Mapping[str, Any], stream: TextStream | None) -> bool:
+        """Return True if every token of the text, and its end, was decided when the request ended."""
+        undecided = outcome["undecided"]
+        if True not in undecided:
+            return True
+        decided = canvas[: undecided.index(True)]
+        if stream is not None and stream.is_stopped:
+            return stream.tokens <= len(self.written(decided))
+        return any(token in self.bundle.eos_token_ids for token in decided[self.start :])
 
     def text_stream(self) -> TextStream | None:
         """What decodes its tokens as they are decided; None where text is none of the bundle's business."""
@@ -195,15 +302,77 @@ class Request:
         return None if self.bundle.tokenizer is None else self.bundle.tokenizer.decode(self.written(canvas))
 
 
-def count_of(name: str, value: int) -> int:
-    """An argument that counts something. Raises RequestError, by its name, for what is no such number."""
+MOST_COUNT = (1 << 24) - 1
+MOST_INDENT = 64  # spaces a level of a JSON layout
+
+
+def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
+    """An option that is a count, at most ``most``. Raises RequestError with the option's name."""
     try:
         count = operator.index(value)
     except TypeError:
         count = -1
-    if not 0 <= count < 1 << 24:
-        raise RequestError(f"{name} = {value!r} is not an integer in 0..{(1 << 24) - 1}")
+    if not 0 <= count <= most:
+        raise RequestError(f"{name} = {shown(value)} is not an integer in 0..{most}")
     return count
+
+
+def milliseconds_of(name: str, value: float) -> float:
+    """An option that is a time. Raises RequestError with the option's name."""
+    try:
+        return C.c_double(value).value
+    except (TypeError, ValueError, OverflowError) as err:
+        raise RequestError(f"{name} = {shown(value)} is not a number of milliseconds") from err
+
+
+def text_of(name: str, value: str) -> str:
+    """An option that is text. Raises RequestError with the option's name, also for half a surrogate pair."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} = {shown(value)} is not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as err:
+        raise RequestError(
+            f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot hold"
+        ) from err
+    return value
+
+
+def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    """An option that is a list of texts. Raises RequestError with the option's name."""
+    try:
+        texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
+        is_good = not isinstance(value, (str, bytes, Mapping)) and all(isinstance(text, str) and text for text in texts)
+    except TypeError:
+        is_good = False
+    if not is_good:
+        raise RequestError(f"{name} = {shown(value)}: give a list of texts, none of them empty")
+    return tuple(text_of(name, text) for text in texts)
+
+
+def layout_of(chosen: str | Layout) -> Layout:
+    """A layout by its name, or one of the caller's own. Raises RequestError."""
+    if isinstance(chosen, Layout):
+        separators = [(chosen.item_separator, ","), (chosen.key_separator, ":")]
+        is_json = all(isinstance(text, str) and text.strip(" \t\n\r") == mark for text, mark in separators)
+        if not is_json or not isinstance(chosen.has_lines, bool):
+            raise RequestError(
+                f"json_layout = {chosen}: item_separator is a comma, key_separator is a colon, each with white space of JSON "
+                "around it, and has_lines is True or False"
+            )
+        if chosen.indent is not None:
+            count_of("json_layout: indent", chosen.indent, MOST_INDENT)
+        return chosen
+    if not isinstance(chosen, str) or chosen not in LAYOUTS:
+        raise RequestError(f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, and no Layout")
+    return LAYOUTS[chosen]
+
+
+def cancel_of(name: str, value: threading.Event | None) -> threading.Event | None:
+    """An option that is an event. Raises RequestError with the option's name."""
+    if value is not None and not callable(getattr(value, "is_set", None)):
+        raise RequestError(f"{name} = {shown(value)}: give a threading.Event, or None")
+    return value
 
 
 def token_ids(tokens: Sequence[int]) -> list[int]:
@@ -214,7 +383,7 @@ def token_ids(tokens: Sequence[int]) -> list[int]:
         raise RequestError(f"tokens: not integers ({err})") from err
     for position, token in enumerate(ids):
         if not -(1 << 31) <= token < 1 << 31:
-            raise RequestError(f"token id {token} at position {position} is outside the vocabulary")
+            raise RequestError(f"token id {shown(token)} at position {position} is outside the vocabulary")
     return ids
 
 
@@ -224,10 +393,11 @@ def native_policy(policy: Policy) -> _native.Policy:
     for each in fields(Policy):
         value = getattr(policy, each.name)
         try:
-            setattr(native, each.name, value.encode() if each.name in TEXT_FIELDS else value)
+            given = value.encode() if each.name in TEXT_FIELDS else value
+            setattr(native, each.name, given)
         except (AttributeError, TypeError, ValueError, OverflowError) as err:
-            raise RequestError(f"policy: {each.name} = {reprlib.repr(value)} is not of the right type") from err
-        # ctypes wraps integers around in silence.
-        if isinstance(value, int) and getattr(native, each.name) != value:
-            raise RequestError(f"policy: {each.name} = {value} is out of range")
+            raise RequestError(f"policy: {each.name} = {shown(value)} is not of the right type") from err
+        # ctypes wraps integers around, and ends a text at a NUL, without an error.
+        if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
+            raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native

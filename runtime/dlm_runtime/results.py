@@ -9,18 +9,32 @@ from dlm_runtime.tools import ToolCall
 
 @dataclass(frozen=True)
 class Generation:
-    """A request that has ended. ``tokens`` is the whole canvas; ``text`` decodes what was generated, up to the first end token
-    or stop string.
+    """The result of a request.
 
-    ``passes`` counts those made by kind: ``prefill`` and ``store`` fill a cache, before and behind what is decided.
-
-    ``finish`` says why it ended: "stop" (an end token, or a stop string), "length" (all is decided without one), "constraint"
-    (as well, and the text of its constraint is whole), "steps" (``max_steps``), "deadline" or "cancelled". Where it ended
-    before all was decided, ``undecided`` says where: there ``tokens`` has what the last pass proposed, and an end token where
-    that looked at nothing (the mask token, if the denoiser has none). ``prompt_tokens`` counts the given ones,
-    ``completion_tokens`` the others up to the first end token.
-    ``log_probs`` has ln p of each token when it was committed, by the denoiser's softmax, and None for all that were not.
-    ``tool_calls`` are the calls that ``text`` consists of, none where it is anything else, or the request named no tools.
+    Args:
+        tokens: The whole canvas. Where ``undecided`` is True it has the proposal of the last pass. If there was none, it has an
+            end token, or the mask token if the denoiser has no end token.
+        text: The generated text, up to the first end token or stop string. None without a tokenizer.
+        nfe: Passes that the request took part in.
+        timings: Seconds by part of the call: see ``Bundle.generate``.
+        cache_bytes: Bytes of cached keys and values.
+        passes: Passes by kind: "prefill" fills a cache before a block is decided, "denoise" decides tokens, "store" fills a
+            cache afterwards.
+        finish: Why it ended: "stop" (an end token, or a stop string), "length" (all is decided, without an end token),
+            "constraint" (likewise, and the text of the constraint is complete), "steps" (``max_steps``), "deadline" or
+            "cancelled". "unknown (N)" is a reason that a newer native library has added.
+        prompt_tokens: Number of given tokens.
+        completion_tokens: Number of other tokens, up to and not including the first end token.
+        log_probs: ln p of each token when it was committed, by the denoiser's softmax. None for given and undecided tokens, and
+            for those after an early end. Always finite: a probability that rounds to 0, as of a token that a constraint forces,
+            gives -744.44.
+        undecided: True for each position whose token was not decided when the request ended.
+        tool_calls: The calls that ``text`` consists of. Empty if the text is anything else, if the request had no tools, or
+            unless the whole text was decided.
+        constraint_log_prob_loss: How much less likely the constraint made the text, in nats (0 or more). It is the sum over
+            positions of ln p of the denoiser's best token minus ln p of the committed one, by the last pass that scored the
+            position; at most 745 per position. Positions that were filled before a pass scored them count 0. For draws it
+            includes the cost of drawing. 0 without a constraint.
     """
 
     tokens: list[int]
@@ -35,6 +49,7 @@ class Generation:
     log_probs: list[float | None]
     undecided: list[bool]
     tool_calls: list[ToolCall]
+    constraint_log_prob_loss: float = 0.0
 
 
 @dataclass(frozen=True)

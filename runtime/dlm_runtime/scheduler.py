@@ -1,7 +1,13 @@
-"""Requests that any thread hands in and that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that makes them."""
+"""Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that makes the passes.
+
+The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is therefore collected. The
+thread destroys the native scheduler itself as it ends. It has to end before the interpreter does: Python would end it by an
+exception in a callback of native code, which does not let it through and aborts.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ctypes as C
 import itertools
 import math
@@ -10,17 +16,21 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_runtime import _native
-from dlm_runtime.errors import ClosedError, RequestError
+from dlm_runtime.errors import ClosedError, DlmError, RequestError, shown
 from dlm_runtime.files import read_object
-from dlm_runtime.request import Options, Request, count_of
+from dlm_runtime.forks import Origin
+from dlm_runtime.request import Options, Request, RequestOptions, count_of, milliseconds_of
 from dlm_runtime.results import Event, Generation
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from dlm_runtime.bundle import Bundle
     from dlm_runtime.constraints.compiled import Constraint
 
@@ -79,51 +89,60 @@ class SchedulerStats:
 
 
 class Job:
-    """A request that was handed in. Made by ``Scheduler.submit``; one that nobody refers to any more is cancelled."""
+    """A request of a scheduler, made by ``Scheduler.submit``. It is cancelled when its last reference is dropped.
+
+    Until its result was read, a job keeps its scheduler from being collected.
+    """
 
     def __init__(self, scheduler: Scheduler, request: Request, constraint: Constraint | None, events: bool) -> None:
         self._library, self._request = _native.library(), request
         self._handle = C.c_void_p()
+        self._origin = Origin("job")
+        self._scheduler: Scheduler | None = scheduler
         self._stream = request.text_stream() if events or request.stop_strings else None
         self._events: queue.SimpleQueue[Event | None] | None = queue.SimpleQueue() if events else None
         self._result: Generation | None = None
-        self._error: Exception | None = None  # of what was made of its steps
+        self._error: Exception | None = None  # raised by _step
+        runner = scheduler._runner
         if events or self._stream is not None:
-            scheduler._tell(self, request)
+            runner.tell(self, request)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         given = (C.c_int32 * max(1, len(request.given)))(*request.given)
-        status = self._library.dlm_scheduler_submit(
-            scheduler._handle,
-            C.byref(request.options),
-            None if constraint is None else constraint.handle,
-            0,
-            given,
-            len(request.given),
-            message,
-            len(message),
-            C.byref(self._handle),
-        )
+        with runner.using() as handle:
+            status = self._library.dlm_scheduler_submit(
+                handle,
+                C.byref(request.options),
+                None if constraint is None else constraint.handle,
+                0,
+                given,
+                len(request.given),
+                message,
+                len(message),
+                C.byref(self._handle),
+            )
         if status:
             raise _native.error(status, message.value)
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
+        if getattr(self, "_handle", None) and self._origin.is_here:
             self._library.dlm_job_destroy(self._handle)
 
     @property
     def done(self) -> bool:
-        """Whether ``result`` is there."""
+        """True once the job has ended: ``result`` then returns at once."""
+        self._origin.check()
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
     def cancel(self) -> None:
         """End it within one pass with what it has."""
+        self._origin.check()
         self._library.dlm_job_cancel(self._handle)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """What it came to, after waiting ``timeout`` seconds for that at most; None: as long as it takes.
+        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no limit.
 
-        ``timings``, ``passes`` and ``cache_bytes`` say nothing: passes are shared. Raises TimeoutError, and what
-        ``Bundle.generate`` raises.
+        ``timings``, ``passes`` and ``cache_bytes`` of the result are empty, as passes are shared. Raises TimeoutError, what
+        ``Bundle.generate`` raises, and the error that ended the scheduler's thread.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done:
@@ -139,6 +158,7 @@ class Job:
             canvas = self._library.dlm_job_tokens(self._handle, None)[: found.length]
             stopped = self._stream if self._stream is not None and self._stream.is_stopped else None
             self._result = self._request.generation(canvas, _native.outcome(found), stopped)
+            self._scheduler = None
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
@@ -199,53 +219,62 @@ class Job:
             )
 
 
-class Scheduler:
-    """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads."""
+class _Runner:
+    """A native scheduler, the thread that runs it, and what both of them need."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        max_running: int,
-        max_waiting: int,
-        max_tokens: int,
-        cache_bytes: int,
-        max_pass_ms: float,
-        cost: PassCost | None,
-    ) -> None:
+    def __init__(self, bundle: Bundle, options: _native.SchedulerOptions) -> None:
+        """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
+        self.origin = Origin("scheduler")
+        self.failure: DlmError | None = None
+        """The error that ended the thread, if it did not end by ``stop``."""
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
-        # One function for all jobs, which lives until no pass is made any more: a job may go before its request does.
+        self._changed = threading.Condition()  # re-entrant: the garbage collector may call stop() anywhere
+        self._users = 0  # calls that use the handle, which the thread waits for before it destroys it
+        self._is_closed = False
+        self._last: SchedulerStats | None = None  # once the handle is gone
+        # One function for all jobs. It lives as long as passes are made: a job may be dropped before its request ends.
         self._on_step = _native.StepFn(self._dispatch)
         self._told: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
-        self._last: SchedulerStats | None = None
-        options = _native.initialised(_native.SchedulerOptions)
-        options.max_running = count_of("max_running", max_running)
-        options.max_waiting = count_of("max_waiting", max_waiting)
-        options.max_tokens = count_of("max_tokens", max_tokens)
-        options.cache_bytes = cache_bytes
-        try:
-            options.max_pass_ms = max_pass_ms
-        except TypeError as err:
-            raise RequestError(f"max_pass_ms = {max_pass_ms!r} is not a number of milliseconds") from err
-        if cost is not None:
-            options.cost = _native.PassCost(*astuple(cost))
-        message = C.create_string_buffer(_native.MESSAGE_BYTES)
+        self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
         bundle._begin()
-        status = self._library.dlm_scheduler_create(
-            bundle._handle, C.byref(options), message, len(message), C.byref(self._handle)
-        )
-        if status:
+        try:
+            status = self._library.dlm_scheduler_create(
+                bundle._handle, C.byref(options), self._message, len(self._message), C.byref(self._handle)
+            )
+            if status:
+                raise _native.error(status, self._message.value)
+            self._thread = threading.Thread(target=self._run, name="dlm-scheduler", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as err:
+                self._library.dlm_scheduler_destroy(self._handle)
+                raise DlmError(
+                    f"the scheduler's thread cannot be started ({err}): end other threads, or raise their limit"
+                ) from err
+        except BaseException:
             bundle._end()
-            raise _native.error(status, message.value)
-        self._thread = threading.Thread(target=self._run, name="dlm-scheduler", daemon=True)
-        self._thread.start()
+            raise
+        _RUNNERS.add(self)
 
     def _run(self) -> None:
-        message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        self._library.dlm_scheduler_run(self._handle, 0, _native.BeforePassFn(), None, message, len(message))
+        status = self._library.dlm_scheduler_run(
+            self._handle, 0, _native.BeforePassFn(), None, self._message, len(self._message)
+        )
+        with self._changed:
+            self._is_closed = True
+            if status:
+                self.failure = _native.error(status, self._message.value)
+            while self._users:
+                self._changed.wait()
+            self._last = self.stats()
+            handle, self._handle = self._handle, C.c_void_p()
+        self._library.dlm_scheduler_destroy(handle)
+        self._on_step = _native.StepFn()  # it refers to this object
+        self._bundle._end()
 
-    def _tell(self, job: Job, request: Request) -> None:
-        """Let a job know of its request's steps."""
+    def tell(self, job: Job, request: Request) -> None:
+        """Let a job see the steps of its request."""
         number = next(self._numbers)
         self._told[number] = job
         request.options.on_step, request.options.user = self._on_step, number
@@ -261,6 +290,94 @@ class Scheduler:
             return 1
         return 0
 
+    def check_open(self) -> None:
+        """Raise ForkError, ClosedError, or the error that ended the thread."""
+        self.origin.check()
+        if self.failure is not None:
+            raise type(self.failure)(f"the scheduler takes no more requests, as its thread ended: {self.failure}")
+        if self._is_closed:
+            raise ClosedError("the scheduler is closed")
+
+    @contextmanager
+    def using(self) -> Iterator[C.c_void_p]:
+        """The native scheduler, which lives as long as the block. Raises what ``check_open`` raises."""
+        self.origin.check()  # before the lock, which another thread may have held at the fork
+        with self._changed:
+            self.check_open()
+            self._users += 1
+        try:
+            yield self._handle
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def stats(self) -> SchedulerStats:
+        """Counts and times up to now, or up to the end of the thread."""
+        with self._changed:
+            if self._last is not None:
+                return self._last
+            found = _native.SchedulerStats()
+            self._library.dlm_scheduler_stats_sized(self._handle, C.byref(found), C.sizeof(found))
+        return SchedulerStats(**{field.name: getattr(found, field.name) for field in fields(SchedulerStats)})
+
+    def stop(self) -> None:
+        """Make the thread end after the pass that it is in. Does not wait for it; does nothing in a forked process."""
+        if not self.origin.is_here:
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._is_closed = True
+                self._library.dlm_scheduler_stop(self._handle)
+
+    def close(self) -> None:
+        """``stop``, and wait for the thread."""
+        if self.origin.is_here:
+            self.stop()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+
+
+_RUNNERS: weakref.WeakSet[_Runner] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for runner in list(_RUNNERS):
+        runner.close()
+
+
+class Scheduler:
+    """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads.
+
+    It is closed when its last reference is dropped, and when the interpreter exits. It belongs to the process that made it: in
+    a forked process every method raises ForkError.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        max_running: int,
+        max_waiting: int,
+        max_tokens: int,
+        cache_bytes: int,
+        max_pass_ms: float,
+        cost: PassCost | None,
+    ) -> None:
+        options = _native.initialised(_native.SchedulerOptions)
+        options.max_running = count_of("max_running", max_running)
+        options.max_waiting = count_of("max_waiting", max_waiting)
+        options.max_tokens = count_of("max_tokens", max_tokens)
+        options.cache_bytes = count_of("cache_bytes", cache_bytes, (1 << 64) - 1)
+        options.max_pass_ms = milliseconds_of("max_pass_ms", max_pass_ms)
+        if cost is not None:
+            if not isinstance(cost, PassCost):
+                raise RequestError(f"cost = {shown(cost)}: give a PassCost, or None")
+            options.cost = _native.PassCost(*astuple(cost))
+        self._bundle, self._runner = bundle, _Runner(bundle, options)
+        # Without waiting: the garbage collector may run while its thread holds a lock that the scheduler's thread needs.
+        weakref.finalize(self, self._runner.stop).atexit = False
+
     def submit(
         self,
         *,
@@ -268,15 +385,15 @@ class Scheduler:
         tokens: Sequence[int] | None = None,
         chat: Sequence[Mapping[str, Any]] | None = None,
         events: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Job:
-        """Hand in a request, which is what ``Bundle.generate`` takes; its deadline counts from now.
+        """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from now.
 
-        ``events``: the job tells of every step. Raises BusyError where as many wait as may, and what ``generate`` raises of
-        arguments.
+        ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if ``max_waiting`` requests wait
+        already, ClosedError after ``close``, the error that ended the scheduler's thread, and what ``generate`` raises for
+        wrong arguments.
         """
-        if not self._handle:
-            raise ClosedError("the scheduler is closed")
+        self._runner.check_open()
         if "cancel" in options:
             raise RequestError("submit takes no cancel: the job that it returns has a method of that name")
         request, constraint = self._bundle._request("generate", (prompt, tokens, chat), Options.of(options))
@@ -284,30 +401,25 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """What it has done so far, or had done when it was closed."""
-        if self._last is not None:
-            return self._last
-        found = _native.SchedulerStats()
-        self._library.dlm_scheduler_stats_sized(self._handle, C.byref(found), C.sizeof(found))
-        return SchedulerStats(**{field.name: getattr(found, field.name) for field in fields(SchedulerStats)})
+        """Counts and times up to now, or up to ``close``."""
+        self._runner.origin.check()
+        return self._runner.stats()
 
     def close(self) -> None:
-        """Make no more passes; requests that are not done end as cancelled ones."""
-        if not self._handle:
-            return
-        self._library.dlm_scheduler_stop(self._handle)
-        self._thread.join()
-        self._last = self.stats
-        self._library.dlm_scheduler_destroy(self._handle)
-        self._handle = C.c_void_p()
-        self._bundle._end()
+        """Make no more passes. Requests that are not done end as cancelled ones.
+
+        Raises the error that ended the scheduler's thread, if there was one. Calling it again is fine.
+        """
+        self._runner.origin.check()
+        self._runner.close()
+        if self._runner.failure is not None:
+            raise type(self._runner.failure)(f"the scheduler's thread ended: {self._runner.failure}")
 
     def __enter__(self) -> Scheduler:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_thread", None) is not None:
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is None and self._runner.origin.is_here:
             self.close()
+        else:
+            self._runner.close()

@@ -62,17 +62,21 @@ class Tokenizer:
         """What it was made from, as the library writes it, without truncation and padding. Raises RequestError."""
         return str(self._ask("as_json", "the tokenizer cannot be written"))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with what the tokenizer itself puts around it. Raises RequestError."""
-        return self._encode(text, True)
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Ids of a prompt, with the tokens that the tokenizer puts around it. Raises RequestError.
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Ids of text that stands behind a prompt: nothing put around it. Raises RequestError."""
-        return self._encode(text, False)
+        Text that spells a special token, such as ``<|eos|>``, is ordinary text unless ``special_tokens``.
+        """
+        return self._encode(text, True, special_tokens)
 
-    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode_plain`` of several texts. Raises RequestError."""
-        found: list[list[int]] = self._ask("encode_each", "the bundle's tokenizer refuses these texts", texts=list(texts))
+    def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
+        """``encode`` for text that follows a prompt: no tokens are put around it. Raises RequestError."""
+        return self._encode(text, False, special_tokens)
+
+    def encode_each(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int] | None]:
+        """``encode_plain`` of several texts; None for those that it refuses. Raises RequestError."""
+        what = "the bundle's tokenizer refuses these texts"
+        found: list[list[int] | None] = self._ask("encode_each", what, texts=list(texts), special_tokens=special_tokens)
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
@@ -80,20 +84,27 @@ class Tokenizer:
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Ids of a conversation up to where the assistant answers; ``tools`` for the template to show. Raises RequestError.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        special_tokens: bool = False,
+    ) -> list[int]:
+        """Ids of a conversation, up to where the assistant answers. Raises RequestError.
 
-        Messages and tools are as transformers has them: a message of earlier calls may have ``tool_calls`` and no content.
+        Messages and ``tools`` have the form that transformers gives them: a message with earlier calls may have ``tool_calls``
+        and no content. The template's special tokens count. Those that messages and tools spell are ordinary text unless
+        ``special_tokens``.
         """
         if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")
-        if isinstance(messages, (str, Mapping)) or not messages:
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
             raise RequestError("chat: give a list of messages such as {'role': 'user', 'content': '...'}")
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
                 raise RequestError(f"chat: {reprlib.repr(message)} is not a message with role and content")
         chat, what = [dict(message) for message in messages], "chat: the bundle's template refuses these messages"
-        found: list[int] = self._ask("encode_chat", what, messages=chat, tools=tools)
+        found: list[int] = self._ask("encode_chat", what, messages=chat, tools=tools, special_tokens=special_tokens)
         return found
 
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
@@ -120,9 +131,9 @@ class Tokenizer:
             self._texts[token] = self._decode([token], False)
         return self._texts[token]
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        what = "the bundle's tokenizer refuses this text"
-        found: list[int] = self._ask("encode", what, text=text, add_special_tokens=add_special_tokens)
+    def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
+        how = {"add_special_tokens": add_special_tokens, "special_tokens": special_tokens}
+        found: list[int] = self._ask("encode", "the bundle's tokenizer refuses this text", text=text, **how)
         return found
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:

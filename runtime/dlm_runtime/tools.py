@@ -7,30 +7,48 @@ Where a call is asked for, the text is constrained to the union of all calls tha
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dlm_runtime.constraints import expressions
 from dlm_runtime.constraints import schema as schemas
-from dlm_runtime.errors import RequestError
+from dlm_runtime.constraints.byte_automaton import CompileLimits
+from dlm_runtime.constraints.layout import COMPACT, Layout
+from dlm_runtime.errors import RequestError, shown
 
 CHOICES = ("auto", "required", "none")
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 
 
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
 @dataclass(frozen=True)
 class ToolCall:
-    """A function by name, and its arguments."""
+    """A call that a text consists of.
+
+    Args:
+        name: Name of the function.
+        arguments: Its arguments.
+        id: ``call_`` and 24 random hexadecimal digits, for the message that answers the call. Every call has its own, whatever
+            the seed. Calls that differ in their ids only are equal.
+    """
 
     name: str
     arguments: dict[str, Any]
+    id: str = field(default_factory=_new_id, compare=False)
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: each a JSON object between ``before`` and ``after``, ``between`` two of them, all of them between
-    ``start`` and ``end``. The object has the keys ``name`` and ``arguments``."""
+    """How calls are written: each is a JSON object between ``before`` and ``after``, with ``between`` between two of them, and
+    ``start`` and ``end`` around all of them. The object has the keys ``name`` and ``arguments``.
+
+    Raises RequestError for a field that is not a text.
+    """
 
     before: str = ""
     after: str = ""
@@ -39,6 +57,11 @@ class CallFormat:
     end: str = ""
     name: str = "name"
     arguments: str = "arguments"
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not isinstance(getattr(self, each.name), str):
+                raise RequestError(f"call_format: {each.name} = {shown(getattr(self, each.name))} is not a text")
 
 
 FORMATS = {
@@ -50,7 +73,7 @@ FORMATS = {
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """The chosen format; None: what the chat template says of it, an object a line where it says nothing.
+    """The chosen format. None: the format that the chat template shows; the default is one JSON object per line.
 
     Raises RequestError for an unknown name.
     """
@@ -58,8 +81,8 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
         return chosen
     if chosen is None:
         chosen = "tool_call" if template is not None and "<tool_call>" in template else "object"
-    if chosen not in FORMATS:
-        raise RequestError(f"call_format = {chosen!r} is not one of {', '.join(FORMATS)}")
+    if not isinstance(chosen, str) or chosen not in FORMATS:
+        raise RequestError(f"call_format = {shown(chosen)} is not one of {', '.join(FORMATS)}")
     return FORMATS[chosen]
 
 
@@ -90,7 +113,7 @@ class Tools:
             if names[-1] in names[:-1]:
                 raise RequestError(f"tools[{number}]: a second function {names[-1]!r}")
         if not isinstance(choice, str) or choice not in (*CHOICES, *names):
-            raise RequestError(f"tool_choice = {choice!r} is not one of {', '.join((*CHOICES, *names))}")
+            raise RequestError(f"tool_choice = {shown(choice)} is not one of {', '.join((*CHOICES, *names))}")
         return found
 
     @property
@@ -103,14 +126,19 @@ class Tools:
         """Whether the text has to be a call."""
         return self.choice not in ("auto", "none")
 
-    def expression(self, max_depth: int | None = None) -> str:
-        """The expression of texts that are a call, or several. Raises RequestError that names the function and the keyword."""
+    def expression(self, max_depth: int | None = None, layout: Layout = COMPACT, limits: CompileLimits | None = None) -> str:
+        """The expression of texts that are a call, or several if ``is_parallel``; each call is an object in ``layout``.
+
+        ``limits``: what deciding about values and patterns may take; None: the usual limits. Raises RequestError that names the
+        function and the keyword.
+        """
         f, quote = self.written, expressions.quote
+        start, between, end = map(quote, layout.around(0, False))
+        name, arguments = (quote(layout.dumps(key) + layout.key_separator) for key in (f.name, f.arguments))
         asked = [tool["function"] for tool in self.listed if self.choice in (*CHOICES, tool["function"]["name"])]
-        call = expressions.either(
-            rf"\{{{_key(f.name)}:{expressions.value(each['name'])},{_key(f.arguments)}:{_arguments(each, max_depth)}\}}"
-            for each in asked
-        )
+        heads = [rf"\{{{start}{name}{quote(layout.dumps(each['name']))}{between}{arguments}" for each in asked]
+        values = [_arguments(each, max_depth, layout, limits) for each in asked]
+        call = expressions.either(rf"{head}{value}{end}\}}" for head, value in zip(heads, values, strict=True))
         call = f"{quote(f.before)}{call}{quote(f.after)}"
         more = f"(?:{quote(f.between)}{call})*" if self.is_parallel else ""
         return f"{quote(f.start)}{call}{more}{quote(f.end)}"
@@ -176,16 +204,12 @@ def _name_of(tool: Any, where: str) -> str:
     return name
 
 
-def _key(name: str) -> str:
-    return expressions.value(name)
-
-
-def _arguments(function: Mapping[str, Any], max_depth: int | None) -> str:
-    """The expression of a function's arguments; none but those that its schema lists, unless it says that others may be."""
+def _arguments(function: Mapping[str, Any], max_depth: int | None, layout: Layout, limits: CompileLimits | None) -> str:
+    """The expression of a function's arguments. Only listed properties are allowed, unless the schema allows others."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema
     try:
-        return schemas.expression(schema, max_depth)
+        return schemas.expression(schema, max_depth, layout, level=1, limits=limits)
     except RequestError as err:
         raise RequestError(f"tools: {function['name']}: {err}") from err

@@ -6,13 +6,13 @@ import "C"
 
 import "runtime/cgo"
 
-// listener is what C hands back: the caller's function, and what it panicked with.
+// listener holds the caller's function, and what it panicked with.
 type listener struct {
 	onText   func(delta string) bool
 	panicked any
 }
 
-// No panic may cross C: it is kept, and ends the request.
+// dlmGoOnText calls the listener. A panic must not unwind through C, so it is kept and ends the request.
 //
 //export dlmGoOnText
 func dlmGoOnText(user C.uintptr_t, delta *C.char, size C.size_t) (end C.int32_t) {

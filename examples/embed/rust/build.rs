@@ -1,34 +1,45 @@
-//! Finds libdlm_runtime: in `$DLM_RUNTIME_LIB_DIR`, or where pkg-config says.
+//! Links libdlm_runtime from `$DLM_RUNTIME_LIB_DIR`, or from the folder that pkg-config names.
+//!
+//! The static library is linked by default, so a program that depends on this crate starts anywhere, without settings of its own.
+//! With the feature `shared`, the program loads `libdlm_runtime.so` when it starts. This crate's own programs have an rpath then.
+//! A dependent program needs `LD_LIBRARY_PATH`, or an rpath, which its own build script sets from the folder in
+//! `DEP_DLM_RUNTIME_LIB_DIR`:
+//!
+//! ```text
+//! println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{}", std::env::var("DEP_DLM_RUNTIME_LIB_DIR").unwrap());
+//! ```
 
 use std::env;
 use std::process::Command;
 
 fn main() {
-    println!("cargo:rerun-if-env-changed=DLM_RUNTIME_LIB_DIR");
-    println!("cargo:rerun-if-env-changed=PKG_CONFIG_PATH");
-    let folders = match env::var("DLM_RUNTIME_LIB_DIR") {
-        Ok(folder) => vec![folder],
-        Err(_) => from_pkg_config(),
-    };
-    println!("cargo:rustc-link-lib=dylib=dlm_runtime");
-    for folder in folders {
-        println!("cargo:rustc-link-search=native={folder}");
-        println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{folder}"); // programs run without LD_LIBRARY_PATH
+    for name in ["DLM_RUNTIME_LIB_DIR", "PKG_CONFIG", "PKG_CONFIG_PATH"] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    let folder = env::var("DLM_RUNTIME_LIB_DIR").unwrap_or_else(|_| from_pkg_config());
+    println!("cargo:lib_dir={folder}");
+    println!("cargo:rustc-link-search=native={folder}");
+    if env::var_os("CARGO_FEATURE_SHARED").is_some() {
+        println!("cargo:rustc-link-lib=dylib=dlm_runtime");
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{folder}");
+        return;
+    }
+    println!("cargo:rerun-if-changed={folder}/libdlm_runtime.a");
+    println!("cargo:rustc-link-lib=static=dlm_runtime");
+    for needed in ["stdc++", "m", "dl", "pthread"] {
+        println!("cargo:rustc-link-lib=dylib={needed}");
     }
 }
 
-fn from_pkg_config() -> Vec<String> {
+fn from_pkg_config() -> String {
     let program = env::var("PKG_CONFIG").unwrap_or_else(|_| "pkg-config".into());
-    match Command::new(&program).args(["--libs-only-L", "dlm_runtime"]).output() {
+    match Command::new(&program).args(["--variable=libdir", "dlm_runtime"]).output() {
         Err(why) => refuse(&format!("{program}: {why}. Install it, or set DLM_RUNTIME_LIB_DIR")),
         Ok(done) if !done.status.success() => refuse(&format!(
             "{}Set PKG_CONFIG_PATH to PREFIX/lib/pkgconfig of the installed library, or DLM_RUNTIME_LIB_DIR",
             String::from_utf8_lossy(&done.stderr)
         )),
-        Ok(done) => {
-            let flags = String::from_utf8_lossy(&done.stdout);
-            flags.split_whitespace().filter_map(|flag| flag.strip_prefix("-L")).map(String::from).collect()
-        }
+        Ok(done) => String::from_utf8_lossy(&done.stdout).trim().to_string(),
     }
 }
 

@@ -121,50 +121,43 @@ static int read_options(completion *of, const json_t *root, refusal *why) {
   return 1;
 }
 
-/* A chat as the template renders it, malloc'ed; NULL with *why. */
-static char *render_chat(const service *of, const json_t *messages, size_t *size, refusal *why) {
-  const size_t count = json_array_size(messages);
-  if (count == 0) return (char *)refuse(why, 400, "messages is no list of messages%s", "");
-  dlm_message *const chat = calloc(count, sizeof *chat);
-  if (chat == NULL) return (char *)refuse(why, 503, "no memory for the chat%s", "");
-  char *text = NULL;
+/* The messages of a chat, malloc'ed; NULL with *why. */
+static dlm_message *read_chat(const json_t *messages, size_t *count, refusal *why) {
+  *count = json_array_size(messages);
+  if (*count == 0) return (dlm_message *)refuse(why, 400, "messages is no list of messages%s", "");
+  dlm_message *const chat = calloc(*count, sizeof *chat);
+  if (chat == NULL) return (dlm_message *)refuse(why, 503, "no memory for the chat%s", "");
   int is_read = 1;
-  for (size_t i = 0; is_read && i < count; ++i) {
+  for (size_t i = 0; is_read && i < *count; ++i) {
     const json_t *const message = json_array_get(messages, i), *const content = json_object_get(message, "content");
     chat[i].role = json_string_value(json_object_get(message, "role"));
     chat[i].content = json_string_value(content);
     chat[i].content_size = json_string_length(content);
     is_read = chat[i].role != NULL && chat[i].content != NULL && json_object_size(message) == 2;
   }
-  if (!is_read) {
-    refuse(why, 400, "a message is no object of a role and a content, which are strings%s", "");
-  } else {
-    dlm_status status = dlm_chat_render(of->text, chat, count, why->message, sizeof why->message, NULL, 0, size);
-    if (status == DLM_OK && (text = malloc(*size + 1)) == NULL) status = DLM_OUT_OF_MEMORY;
-    if (status == DLM_OK)
-      status = dlm_chat_render(of->text, chat, count, why->message, sizeof why->message, text, *size, size);
-    why->status = http_status(status);
-    if (status != DLM_OK) free(text), text = NULL;
-  }
+  if (is_read) return chat;
   free(chat);
-  return text;
+  return (dlm_message *)refuse(why, 400, "a message is no object of a role and a content, which are strings%s", "");
 }
 
 /* The tokens of the prompt or chat, malloc'ed; NULL with *why. */
 static int32_t *read_prompt(const completion *of, const json_t *root, size_t *count, refusal *why) {
-  const service *const service = of->service;
+  const dlm_text *const text = of->service->text;
   const json_t *const prompt = json_object_get(root, of->is_chat ? "messages" : "prompt");
-  size_t size = json_string_length(prompt);
-  char *const chat = of->is_chat ? render_chat(service, prompt, &size, why) : NULL;
+  size_t messages = 0, capacity = 0;
+  dlm_message *const chat = of->is_chat ? read_chat(prompt, &messages, why) : NULL;
   if (of->is_chat && chat == NULL) return NULL;
   if (!of->is_chat && !json_is_string(prompt)) return (int32_t *)refuse(why, 400, "prompt is no string%s", "");
-  const char *const text = of->is_chat ? chat : json_string_value(prompt);
+  const char *const string = json_string_value(prompt);
+  const size_t size = json_string_length(prompt), room = sizeof why->message;
   int32_t *tokens = NULL;
-  const size_t room = sizeof why->message;
-  dlm_status status = dlm_text_encode(service->text, text, size, !of->is_chat, why->message, room, NULL, 0, count);
-  if (status == DLM_OK && (tokens = calloc(*count + 1, sizeof *tokens)) == NULL) status = DLM_OUT_OF_MEMORY;
-  if (status == DLM_OK)
-    status = dlm_text_encode(service->text, text, size, !of->is_chat, why->message, room, tokens, *count, count);
+  dlm_status status = DLM_OK;
+  for (int call = 0; status == DLM_OK && call < 2; ++call) { /* once for the count, once for the ids */
+    if (call == 1 && (tokens = calloc(*count + 1, sizeof *tokens)) == NULL) status = DLM_OUT_OF_MEMORY;
+    else if (chat != NULL) status = dlm_chat_encode(text, chat, messages, 0, why->message, room, tokens, capacity, count);
+    else status = dlm_text_encode(text, string, size, DLM_ENCODE_PROMPT, why->message, room, tokens, capacity, count);
+    capacity = *count;
+  }
   why->status = http_status(status);
   if (status != DLM_OK) free(tokens), tokens = NULL;
   free(chat);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
             # Written again without what a training script may have left: it would cut prompts, or fill them up, in silence.
-            text = tokenizer.as_json()
+            text = _with_special(tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids))
     except BundleError as err:
         raise CheckpointError(str(err)) from err
     except RequestError as err:
@@ -61,6 +62,15 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     for name, each in {"chat_template": template or "", **special}.items():
         _check_text(checkpoint, name, each)
     return TokenizerFiles(text, template, special)
+
+
+def _with_special(text: str, tokens: Sequence[int]) -> str:
+    """A tokenizer.json in which these added tokens are special, so that text of a request is never encoded as one."""
+    found = json.loads(text)
+    plain = [added for added in found["added_tokens"] if added["id"] in tokens and not added["special"]]
+    for added in plain:
+        added["special"] = True
+    return json.dumps(found, ensure_ascii=False) if plain else text
 
 
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:

@@ -2,8 +2,8 @@
 
 ``app`` is the command itself, with its errors and exit codes. A file for each group of commands parses and prints:
 ``inspecting``, ``building``, ``judging``, ``fitting``, ``capturing``, ``running`` (with ``watch``), ``conversing``,
-``planning``, ``embedding``. ``options`` has what they share and makes the rooms' option dataclasses
-of it, ``printing`` tables and progress; ``optimum`` offers ``build`` to optimum-cli.
+``constraining``, ``planning``, ``embedding``. ``options`` declares the options they share and makes the rooms'
+option dataclasses, ``printing`` prints tables and progress; ``optimum`` offers ``build`` to optimum-cli.
 """
 
 from dlm_export.cli.app import command, main

@@ -17,6 +17,7 @@ from dlm_export.cli.options import (
     PRECISION_HELP,
     QUANTISE_OPTIONS,
     SOURCE_OPTIONS,
+    TEXT_OPTIONS,
     build_options,
     check_build_options,
     engine_options,
@@ -53,7 +54,7 @@ LISTED = 8  # layers named before the rest is counted
 @click.argument("checkpoint", type=CHECKPOINT)
 @options(OUTPUT_OPTIONS)
 @click.option("--precision", help=f"{PRECISION_HELP}  [default: fp32, fp16 on GPUs]")
-@options(SOURCE_OPTIONS, QUANTISE_OPTIONS)
+@options(SOURCE_OPTIONS, TEXT_OPTIONS, QUANTISE_OPTIONS)
 @json_option
 def build(checkpoint: Path, output: Path, **values: Any) -> None:
     """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what quantisation costs.

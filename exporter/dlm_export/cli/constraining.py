@@ -1,55 +1,109 @@
-"""Options that say what a generated text may be."""
+"""Constraints: the options of commands that generate, and ``compile``, which writes a constraint to a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from dlm_export.cli.options import FILE, read_json_file
+from dlm_export.cli.conversing import take_tools, tool_options
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, json_option, options, read_json_file
+from dlm_export.cli.printing import format_bytes, print_json
 
 _KINDS = {"schema": "--schema", "regex": "--regex", "enum": "--enum", "json_object": "--json-object"}
+_KIND_OPTIONS = (
+    click.option("--schema", type=FILE, metavar="FILE", help="Write JSON that is valid by this JSON Schema."),
+    click.option("--regex", help="Write text that matches as a whole, in the syntax of Rust's regex crate."),
+    click.option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
+    click.option("--json-object", is_flag=True, help="Write a JSON object."),
+    click.option(
+        "--max-depth",
+        type=click.IntRange(0, 64),
+        help="How many levels a recursive schema, or a JSON object of --json-object, may nest.",
+    ),
+    click.option(
+        "--json-layout",
+        type=click.Choice(["compact", "spaced", "indented", "lines"]),
+        help="White space of the JSON of --schema and --json-object.  [default: the bundle's]",
+    ),
+)
+_CONSTRAIN_FROM = click.option(
+    "--constrain-from",
+    type=click.IntRange(0),
+    metavar="CHARACTERS",
+    help="With --infill: constrain the whole text after this many characters, instead of the hole alone.",
+)
 
 
 def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A constraint, of one kind, for commands that generate."""
-    options = (
-        click.option("--schema", type=FILE, metavar="FILE", help="Write JSON that is valid by this JSON Schema."),
-        click.option("--regex", help="Write text that matches as a whole, in the syntax of Rust's regex crate."),
-        click.option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
-        click.option("--json-object", is_flag=True, help="Write a JSON object."),
-        click.option(
-            "--max-depth",
-            type=click.IntRange(0, 64),
-            help="How often a schema may lie within itself; of --json-object, its depth.",
-        ),
-        click.option(
-            "--constrain-from",
-            type=click.IntRange(0),
-            metavar="CHARACTERS",
-            help="With --infill: the constraint is of the text behind so many characters of it, not of its hole alone.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    """Add the options of a constraint to a command that generates."""
+    return options((*_KIND_OPTIONS, _CONSTRAIN_FROM))(command)
 
 
 def take_constraint(values: dict[str, Any], is_infill: bool = False) -> dict[str, Any]:
-    """Takes the options out of a command's values: what ``Bundle.constraint`` is given, empty where none was.
+    """Remove the options of a constraint from a command's values, and return the arguments for ``Bundle.constraint``.
 
-    Beside it ``constrain_from``, which ``Bundle.infill`` takes, where it was given.
+    The result is empty if no constraint was given. It also holds ``constrain_from``, an argument of ``Bundle.infill``.
     """
+    first = values.pop("constrain_from")
+    given = _take_kind(values)
+    if first is not None:
+        if not (is_infill and given):
+            raise click.UsageError(f"--constrain-from is of --infill, with one of {', '.join(_KINDS.values())}")
+        given["constrain_from"] = first
+    return given
+
+
+def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any]:
     given = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, (), False)}
-    max_depth, first = values.pop("max_depth"), values.pop("constrain_from")
-    if first is not None and not (is_infill and given):
-        raise click.UsageError(f"--constrain-from is of --infill, with one of {', '.join(_KINDS.values())}")
+    max_depth, layout = values.pop("max_depth"), values.pop("json_layout")
     if len(given) > 1:
         raise click.UsageError(f"give one of {', '.join(_KINDS[name] for name in given)}")
-    if max_depth is not None and not given.keys() & {"schema", "json_object"}:
+    if max_depth is not None and not (has_tools or given.keys() & {"schema", "json_object"}):
         raise click.UsageError("--max-depth is of --schema and --json-object")
+    if layout is not None and not (has_tools or given.keys() & {"schema", "json_object"}):
+        raise click.UsageError("--json-layout is of --schema and --json-object")
     if "schema" in given:
         given["schema"] = read_json_file(given["schema"])
-    beside = {"max_depth": max_depth, "constrain_from": first}
-    return given | {name: value for name, value in beside.items() if value is not None}
+    return given | {name: value for name, value in {"max_depth": max_depth, "json_layout": layout}.items() if value is not None}
+
+
+@click.command("compile")
+@click.argument("bundle", type=CHECKPOINT)
+@click.option("-o", "--output", required=True, type=OUTPUT, help="File to write.")
+@options(_KIND_OPTIONS)
+@tool_options("required")
+@click.option("--before", default="", metavar="TEXT", help="Text that the prompt ends with, and that counts as the beginning.")
+@click.option("--behind", default="", metavar="TEXT", help="Text that follows, and that counts as the end.")
+@click.option("--force", is_flag=True, help="Replace the file that is there.")
+@json_option
+def compile_constraint(bundle: Path, output: Path, before: str, behind: str, force: bool, as_json: bool, **values: Any) -> None:
+    """Compile a constraint for a bundle's vocabulary to a file, which C programs open with dlm_automaton_open.
+
+    Give one of --schema, --regex, --enum, --json-object and --tools. The bundle is not run.
+
+    Example: dlm-export compile build/demo --schema call.schema.json -o call.automaton
+    """
+    import dlm_runtime
+    from dlm_export.outputs import claimed_file
+
+    tools = take_tools(values)
+    wanted = _take_kind(values, has_tools="tools" in tools)
+    if len(wanted.keys() & _KINDS.keys()) + ("tools" in tools) != 1:
+        raise click.UsageError(f"give one of {', '.join((*_KINDS.values(), '--tools'))}")
+    if tools and "tools" not in tools:
+        raise click.UsageError("--tool-choice, --parallel-tool-calls and --call-format are of --tools")
+    with claimed_file(output, force=force) as new, dlm_runtime.open(bundle, engine="none", check_hashes=False) as opened:
+        if tools:
+            wanted["tools"] = opened.tools(**tools)
+            if not wanted["tools"].is_forced:
+                raise click.UsageError("--tool-choice is required or a function's name: with another one any text is allowed")
+        constraint = opened.constraint(before=before, behind=behind, **wanted)
+        new.write_bytes(constraint.data)
+    size = output.stat().st_size
+    if as_json:
+        print_json({"file": str(output), "bytes": size, "shortest_tokens": constraint.shortest})
+    else:
+        click.echo(f"{output} {format_bytes(size)}: the shortest text has {constraint.shortest} tokens")

@@ -16,6 +16,7 @@ from dlm_export.cli.options import (
     effort_option,
     engine_option,
     opening,
+    options,
     policy_changes,
     preset_option,
     provider_options,
@@ -23,7 +24,7 @@ from dlm_export.cli.options import (
     set_option,
     threads_option,
 )
-from dlm_export.cli.printing import for_terminal, how_it_went, one_line
+from dlm_export.cli.printing import for_terminal, how_it_went, one_line, warn
 from dlm_export.signals import interrupted_by
 from dlm_runtime import Bundle, DlmError, Generation, RequestError
 
@@ -35,20 +36,29 @@ _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_forma
 
 def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What is said before the answer, and the functions that may be called, for commands that generate."""
-    options = (
+    own = (
         click.option("--chat", help="A user's message, put through the bundle's chat template."),
-        click.option("--system", help="With --chat: what stands in front of it, for the denoiser to keep to."),
+        click.option("--system", help="System message for --chat."),
         click.option(
             "--messages", type=FILE, metavar="FILE", help="A conversation: JSON list of messages with role and content."
         ),
-        click.option("--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."),
-        click.option("--tool-choice", help="auto, required, none, or a function's name.  [default: auto]"),
-        click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
-        click.option("--call-format", help="object, list, lines or tool_call.  [default: the chat template's, or object]"),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return options(own)(tool_options("auto")(command))
+
+
+def tool_options(choice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that describe tools. ``choice``: the default of ``--tool-choice``, for the help text."""
+    choices = "auto, required, none, or a function's name" if choice == "auto" else "required, or a function's name"
+    return options(
+        (
+            click.option(
+                "--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."
+            ),
+            click.option("--tool-choice", help=f"{choices}.  [default: {choice}]"),
+            click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
+            click.option("--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"),
+        )
+    )
 
 
 def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -74,6 +84,17 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
     if "tools" in found:
         found["tools"] = read_json_file(found["tools"])
     return found
+
+
+def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
+    """Warn on stderr of an answer longer than those that the bundle says its denoiser gives.
+
+    A denoiser with full attention sees all of the room from its first pass on. In more room than it was trained with, it often
+    ends its text too early.
+    """
+    usual = bundle.manifest["loop"].get("max_new_tokens")
+    if new_tokens is not None and usual is not None and new_tokens > usual and bundle.visible_block is None:
+        warn(f"--max-new-tokens {new_tokens} is more than the {usual} that this bundle names: the text may end too soon")
 
 
 def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,13 +124,15 @@ def chat(
 ) -> None:
     """Talk to a bundle; the canvas is shown as it denoises. Ctrl-C ends an answer, /quit or Ctrl-D the conversation.
 
-    Where stdin or stdout is no terminal, each line is a message, and each answer is printed as it is.
+    If stdin or stdout is not a terminal, each line is a message, and each answer is printed as it is. A bundle whose chat
+    template takes no earlier messages, such as the demo's, answers each message by itself.
 
     Example: dlm-export chat build/demo --preset fast-dllm
     """
     request = {"preset": preset} | policy_changes(changes)
     with opening(values).open(bundle) as opened:
         talk = Conversation(opened, {"max_new_tokens": max_new_tokens or opened.max_new_tokens} | request)
+        warn_of_length(opened, max_new_tokens)
         talk.take_system(system)
         talk.take_effort(effort)
         if sys.stdin.isatty() and sys.stdout.isatty():
@@ -129,6 +152,7 @@ class Conversation:
         self.bundle, self.request, self.tokenizer = bundle, request, bundle.tokenizer
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
+        self.remembers = True  # whether the template takes earlier messages
         self.running: threading.Event | None = None  # what ends the answer that is being made
 
     def take_system(self, system: str | None) -> None:
@@ -151,16 +175,18 @@ class Conversation:
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
         """An answer to a message, made by ``show`` from a request and where on the canvas it starts.
 
-        Both become part of the conversation. Raises RequestError where it fills the canvas.
+        Both become part of the conversation. Raises RequestError if it fills the canvas.
         """
-        said = [*self.messages, {"role": "user", "content": text}]
-        given = len(self.tokenizer.encode_chat(_messages(self.system, said)))
+        said, given = self._next(text)
         room = self.bundle.max_canvas_length - given
         if room < 1:
             raise RequestError(
                 f"the conversation of {given} tokens fills the canvas of {self.bundle.max_canvas_length}: /reset forgets it"
             )
-        new = {"chat": _messages(self.system, said), "max_new_tokens": min(self.request["max_new_tokens"], room)}
+        wanted = self.request["max_new_tokens"]
+        if room < wanted:
+            warn(f"the conversation of {given} tokens leaves {room} for this answer, not {wanted}: /reset forgets it")
+        new = {"chat": _messages(self.system, said), "max_new_tokens": min(wanted, room)}
         self.running = threading.Event()
         try:
             answer = show(self.request | new | {"cancel": self.running}, given)
@@ -168,6 +194,20 @@ class Conversation:
             self.running = None
         self.messages = [*said, {"role": "assistant", "content": answer.text or ""}]
         return answer
+
+    def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
+        """The messages up to this one, and their tokens. If the template rejects earlier messages, they are left out."""
+        message = {"role": "user", "content": text}
+        if self.messages and self.remembers:
+            said = [*self.messages, message]
+            try:
+                return said, len(self.tokenizer.encode_chat(_messages(self.system, said)))
+            except RequestError as err:
+                given = len(self.tokenizer.encode_chat(_messages(self.system, [message])))
+                warn(f"{err}. Each message is answered by itself from now on")
+                self.remembers = False
+                return [message], given
+        return [message], len(self.tokenizer.encode_chat(_messages(self.system, [message])))
 
     def command(self, line: str) -> str | None:
         """What a line that starts with / does, in words; None: it ends the conversation. Raises RequestError."""

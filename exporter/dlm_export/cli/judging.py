@@ -218,12 +218,13 @@ def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as
     """
     from dlm_export.judging import comparison
     from dlm_export.judging.report import require_matplotlib
-    from dlm_export.outputs import claimed_file
+    from dlm_export.outputs import check_outside, claimed_file
     from dlm_export.planning import bench
     from dlm_export.targets import this_machine
 
     if not speed:
         refuse(values, ("rounds", "preset"), "is for timing, which --speed asks for")
+    check_outside(output, *bundles)
     require_matplotlib()
     with claimed_file(output, force=force) as page:
         entries, speeds, machine = comparison.read_entries(bundles), None, None

@@ -57,6 +57,18 @@ SOURCE_OPTIONS = (
         help="Tokens of a block that sees itself and those before it, where the checkpoint does not say them.",
     ),
 )
+TEXT_OPTIONS = (
+    click.option(
+        "--json-layout",
+        type=click.Choice(["compact", "spaced", "indented", "lines"]),
+        help="White space of the JSON that the denoiser was trained on.  [default: generation_config.json's, or compact]",
+    ),
+    click.option(
+        "--call-format",
+        type=click.Choice(["object", "list", "lines", "tool_call"]),
+        help="Format of the tool calls that it was trained on.  [default: generation_config.json's, or the chat template's]",
+    ),
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 engine_option = click.option(
     "--engine",
@@ -364,10 +376,11 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """``SOURCE_OPTIONS`` as a source takes them; a command without them overrides nothing."""
+    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` as a source takes them; a command without them overrides nothing."""
     from dlm_export.families.base import Overrides
 
-    return Overrides(values.get("mask_token_id"), values.get("max_canvas_length"), values.get("attention_block"))
+    names = ("mask_token_id", "max_canvas_length", "attention_block", "json_layout", "call_format")
+    return Overrides(**{name: values.get(name) for name in names})
 
 
 def budgets(values: dict[str, Any]) -> Budgets:

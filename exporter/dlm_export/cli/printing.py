@@ -46,7 +46,21 @@ def how_it_went(done: Generation, *beside: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    """Print a JSON document: a member a line, but lists of numbers and texts on one line."""
+    click.echo(_as_json(value))
+
+
+def _as_json(value: Any, depth: int = 0) -> str:
+    is_flat = not isinstance(value, (dict, list, tuple)) or not any(isinstance(each, (dict, list, tuple)) for each in value)
+    if not value or (is_flat and not isinstance(value, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(str(name), ensure_ascii=False)}: {_as_json(each, depth + 1)}" for name, each in value.items()]
+    else:
+        lines = [_as_json(each, depth + 1) for each in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    separator = "\n" + " " * (depth + 1)
+    return opening + separator + f",{separator}".join(lines) + "\n" + " " * depth + closing
 
 
 def format_bytes(count: float) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from dlm_export.cli.constraining import constraint_options, take_constraint
-from dlm_export.cli.conversing import conversation_options, take_conversation, take_tools
+from dlm_export.cli.conversing import conversation_options, take_conversation, take_tools, warn_of_length
 from dlm_export.cli.options import (
     CHECKPOINT,
+    FILE,
     effort_option,
     engine_option,
     json_option,
@@ -27,7 +28,7 @@ from dlm_export.cli.options import (
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
 from dlm_export.signals import cancelling
-from dlm_runtime import Generation
+from dlm_runtime import Bundle, Generation
 
 
 @click.command()
@@ -35,8 +36,11 @@ from dlm_runtime import Generation
 @click.option("--prompt", help="Text in front of the canvas; - reads stdin, but for the newline at its end.")
 @conversation_options
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
-@click.option("--infill", help="Text with holes, each written <mask>, which are filled.")
+@click.option("--infill", help="Text with holes, each written <mask>, to fill; with --prompt or --chat it is the answer.")
 @click.option("--prefix", default="", metavar="TEXT", help="What the answer starts with, as part of a constrained text.")
+@click.option(
+    "--special-tokens", is_flag=True, help="Recognise special tokens such as <|eos|> in the given text; for trusted text only."
+)
 @click.option("--hole-tokens", help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]")
 @click.option("--max-new-tokens", type=click.IntRange(0), help="Mask tokens to fill.  [default: as the bundle says, or 128]")
 @preset_option
@@ -88,17 +92,25 @@ def run(
 ) -> None:
     """Generate from a bundle. Ctrl-C ends it within a pass, and prints what there is.
 
-    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --max-new-tokens 64 --preset fast-dllm
+    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --preset fast-dllm
+
+    \b
+    Fill the holes of an answer:
+      dlm-export run build/demo --prompt "remind me to call the garage at seven" --preset fast-dllm --hole-tokens 2,3,4,5 \\
+        --infill '{"name":"add_reminder","arguments":{"text":"<mask>","time":"<mask>"}}'
     """
     conversation, tools = take_conversation(fields), take_tools(fields)
-    if sum(value is not None for value in (prompt, conversation, tokens, infill)) != 1:
-        raise click.UsageError("give one of --prompt, --chat, --messages, --tokens and --infill")
+    given = sum(value is not None for value in (prompt, conversation, tokens))
+    if given > 1 or (given == 0 and infill is None):
+        raise click.UsageError("give one of --prompt, --chat, --messages and --tokens, or --infill")
+    if infill is not None and tokens is not None:
+        raise click.UsageError("--infill is text: leave --tokens out, or put mask tokens among them and leave --infill out")
     if hole_tokens is not None and infill is None:
         raise click.UsageError("--hole-tokens is of --infill")
     if max_new_tokens is not None and infill is not None:
         raise click.UsageError("--max-new-tokens is of text behind a prompt: --hole-tokens says how long a hole is")
-    if prefix and prompt is None and conversation is None:
-        raise click.UsageError("--prefix is of --prompt, --chat and --messages")
+    if prefix and (infill is not None or (prompt is None and conversation is None)):
+        raise click.UsageError("--prefix is of --prompt, --chat and --messages, without --infill")
     if watch and infill is not None:
         raise click.UsageError("--watch shows one canvas, and --infill may try several: leave one of them out")
     cancel = threading.Event()
@@ -116,14 +128,18 @@ def run(
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes) | tools
     if prompt is not None:
-        request |= {"prompt": sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt, "prefix": prefix}
+        request["prompt"] = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     elif conversation is not None:
-        request |= {"chat": conversation, "prefix": prefix}
-    elif infill is not None:
+        request["chat"] = conversation
+    elif tokens is not None:
+        request["tokens"] = _integers("--tokens", tokens)
+    if infill is not None:
         del request["max_new_tokens"]
-    else:
-        request["tokens"] = _integers("--tokens", tokens or "")
+    elif prefix:
+        request["prefix"] = prefix
     with how.open(bundle) as opened, cancelling(cancel):
+        if infill is None:
+            warn_of_length(opened, max_new_tokens)
         if wanted.get("constrain_from") is not None:
             request |= wanted
         elif wanted:
@@ -137,28 +153,38 @@ def run(
             result = opened.infill(infill, lengths=lengths, **request).generation
         else:
             result = opened.generate(**request)
-        _print_result(result, opened.engine, as_json)
+        if as_json:
+            print_json(_as_dict(result, _preset_of(opened, preset, effort), effort))
+            return
+        click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
+        click.echo(f"[{how_it_went(result, opened.engine)}]", err=True)
 
 
-def _print_result(result: Generation, engine: str, as_json: bool) -> None:
-    if as_json:
-        print_json(
-            {
-                "text": result.text,
-                "tokens": result.tokens,
-                "tool_calls": [asdict(call) for call in result.tool_calls],
-                "finish": result.finish,
-                "prompt_tokens": result.prompt_tokens,
-                "completion_tokens": result.completion_tokens,
-                "log_probs": result.log_probs,
-                "nfe": result.nfe,
-                "timings_s": result.timings,
-                "cache_bytes": result.cache_bytes,
-            }
-        )
-        return
-    click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
-    click.echo(f"[{how_it_went(result, engine)}]", err=True)
+def _preset_of(bundle: Bundle, preset: str | None, effort: str | None) -> str | None:
+    """The preset that a request runs: the given one, that of the effort levels, or the bundle's default."""
+    loop = bundle.manifest["loop"]
+    chosen: str | None = preset or (loop["effort"]["preset"] if effort else loop["default_preset"])
+    return chosen
+
+
+def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict[str, Any]:
+    """What ``run --json`` prints."""
+    return {
+        "text": result.text,
+        "tool_calls": [asdict(call) for call in result.tool_calls],
+        "finish": result.finish,
+        "preset": preset,
+        "effort": effort,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "nfe": result.nfe,
+        "passes": result.passes,
+        "timings_s": result.timings,
+        "cache_bytes": result.cache_bytes,
+        "tokens": result.tokens,
+        "undecided": [position for position, is_undecided in enumerate(result.undecided) if is_undecided],
+        "log_probs": result.log_probs,
+    }
 
 
 @click.command()
@@ -174,6 +200,10 @@ def _print_result(result: Generation, engine: str, as_json: bool) -> None:
     "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
 )
 @click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
+@click.option(
+    "--data", type=FILE, help="JSONL as of calibration: its prompts are sent one by one, and p50 and p95 are printed."
+)
+@click.option("--samples", type=click.IntRange(1), default=64, show_default=True, help="Most prompts of --data.")
 @click.option("--cost", is_flag=True, help="Fit what a pass, a token, a scored row and attention cost, for schedulers.")
 @engine_option
 @provider_options
@@ -182,7 +212,7 @@ def _print_result(result: Generation, engine: str, as_json: bool) -> None:
 def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Measure a bundle on this machine: passes, a generation and its parts, memory, and the distance from the machine's limit.
 
-    Example: dlm-export bench build/demo-int8 --preset fast-dllm --passes "32,224,32;256,0,256"
+    Example: dlm-export bench build/demo --preset fast-dllm --data examples/demo-denoiser/calibration.jsonl
     """
     from dlm_export.planning import bench as bencher
 
@@ -250,6 +280,12 @@ def print_bench(result: Mapping[str, Any]) -> None:
             for row in result["batches"]
         ]
         print_table("Requests at once, of that length each", ["batch", "s", "tokens/s", "times one's"], rows)
+    if (sent := result["requests"]) is not None:
+        click.echo(
+            f"Requests: {sent['count']} prompts of {sent['data']}, at most {sent['max_new_tokens']} new tokens: "
+            f"p50 {sent['p50_ms']:.1f} ms, p95 {sent['p95_ms']:.1f} ms, {sent['mean_nfe']:.2f} passes in the mean, "
+            f"{sent['tokens_per_s']:.1f} tokens/s"
+        )
     click.echo(
         f"Memory: {format_bytes(memory['peak_rss_bytes'])} at the generation's peak, weights "
         f"{format_bytes(memory['weights_bytes'])}, keys and values {format_bytes(memory['cache_bytes'])}"

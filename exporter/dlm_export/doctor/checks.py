@@ -17,7 +17,6 @@ LITTLE_DISK_BYTES = 2 << 30
 # Of pyproject.toml; dev is for who works on dlm-export itself.
 EXTRAS = {
     "export": "building bundles from checkpoints",
-    "constrain": "JSON Schema, regular expressions and tool calls as constraints, in Python and on the command line",
     "report": "figures of reports and plans",
     "rtx": "engines for RTX 20 to 50 and other GPUs of TensorRT-RTX, built without a GPU",
     "gpu": "ONNX Runtime on an NVIDIA GPU; only one of the two wheels of ONNX Runtime may be installed",

@@ -87,6 +87,8 @@ class Overrides:
     mask_token_id: int | None = None
     max_canvas_length: int | None = None
     attention_block: int | None = None
+    json_layout: str | None = None
+    call_format: str | None = None
 
 
 @dataclass(frozen=True)

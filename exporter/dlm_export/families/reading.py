@@ -6,6 +6,7 @@ Values that change what the network computes are read in every spelling that rel
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ def read_rope(config: Config) -> Rope:
             said[key] = value
     for key in ("rope_scaling", "rope_parameters"):
         values = config.get(key)
-        if values is None:
+        if values is None or values is False:  # RND1 is released with rope_scaling false
             continue
         if not isinstance(values, dict):
             raise CheckpointError(f"{config.path}: {key} must be an object, found {reprlib.repr(values)}")
@@ -122,6 +123,21 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
             "more: correct it, or leave it out"
         )
     return found if found < longest else None
+
+
+def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
+    """A name that generation_config.json gives under ``key``, such as the layout of JSON text; None if it has none.
+
+    Raises CheckpointError for a name that is not ``known``.
+    """
+    found = checkpoint.optional_json("generation_config.json").get(key)
+    if found is None:
+        return None
+    if not isinstance(found, str) or found not in known:
+        raise CheckpointError(
+            f"{checkpoint.path / 'generation_config.json'}: {key} {reprlib.repr(found)} is not one of {', '.join(known)}"
+        )
+    return found
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:

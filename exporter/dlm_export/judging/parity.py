@@ -197,13 +197,16 @@ def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
-    """The first ``count`` lines of a text file as ids, empty lines left out. Raises RequestError."""
+    """The first ``count`` lines of a text file as ids, without empty lines. Raises RequestError.
+
+    A special token that a line spells is that token, as in the released code.
+    """
     if tokenizer is None:
         raise RequestError(f"{path}: there is no tokenizer for text; leave --prompts out")
     lines = [line for line in read_text(path, PROMPTS_LIMIT_BYTES, RequestError).splitlines() if line.strip()]
     if not lines:
         raise RequestError(f"{path}: holds no prompt")
-    return [tokenizer.encode(line) for line in lines[:count]]
+    return [tokenizer.encode(line, True) for line in lines[:count]]
 
 
 def make_canvases(network: NetworkSpec, prompts: Sequence[Sequence[int]], seed: int) -> list[Canvas]:

@@ -1,25 +1,64 @@
-"""The proposer of a constrained request in numpy: what the native loop's finds by classes and edges, found here by tokens.
+"""The proposer of a constrained request, by tokens and in exact arithmetic. The native loop does the same by classes and edges.
 
-Of all texts that the automaton accepts, and that have the decided tokens, it proposes the most likely one of the scored
-positions, or a draw of theirs; behind these a text only has to be possible. A token's weight is its logit less that of the
-row's best one, in float64, and sums are made from the last position on. Of equally likely texts the one whose tokens are lowest
-wins, the leftmost first.
+It proposes the most likely text that the automaton accepts and that has the decided tokens, or a draw of these texts. After
+the scored positions a text only has to be possible. A text with fewer ruled-out tokens (logit -inf) is always better. For draws
+the number of tokens that ``top_p`` and ``top_k`` cut comes next. Then the sum of logits counts. Logits are integers here,
+multiples of 2^-149, so sums are exact. Of equally likely texts, the one with the lowest tokens wins, from the left.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from dlm_export.network.proposers import Proposals, Proposer, cut, scores, scores_of_draw
+from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores, scores_of_draw
 from dlm_export.network.turns import Canvas, Turn, gumbels, scored_by
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.policy import Policy
 
-_LEAST = -1e30  # of a token that the denoiser rules out
-_CUT_OFF = -1e6  # added to what top_p and top_k cut
+_UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
+
+
+class Weight(NamedTuple):
+    """The weight of a text, or of several together; a tuple, so that ``max`` finds the best text."""
+
+    kept: int  # the number of ruled-out tokens, negated
+    within: int  # the number of cut tokens, negated
+    logits: int  # the sum of the other tokens' logits, each less the best one of its row, in 1 / _UNIT
+    texts: float = 0.0  # the logarithm of how many texts like the best of them there are; 0 for one text
+
+    def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
+        return Weight(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
+
+    def log_ratio(self, other: Weight, temperature: float) -> float:
+        """The logarithm of this weight divided by ``other``."""
+        if self[:2] != other[:2]:
+            return math.inf if self[:2] > other[:2] else -math.inf
+        gap = (self.logits - other.logits) / _UNIT
+        with np.errstate(over="ignore"):  # at tiny temperatures the quotient may be infinite
+            return float(np.divide(gap, temperature)) + self.texts - other.texts
+
+
+NOTHING = Weight(0, 0, 0)
+
+
+def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
+    """The weight of one token; ``logit`` is a float32 that is finite or -inf, and ``best`` the best one of its row."""
+    if logit == -np.inf:
+        return Weight(-1, 0, 0)
+    (a, b), (c, d) = float(logit).as_integer_ratio(), float(best).as_integer_ratio()
+    return Weight(0, -int(is_cut), a * (_UNIT // b) - c * (_UNIT // d))
+
+
+def total(weights: list[Weight], temperature: float) -> Weight:
+    """The weight of texts together; ``weights`` holds one at least."""
+    most = max(weights)
+    return most._replace(texts=most.texts + math.log(math.fsum(math.exp(w.log_ratio(most, temperature)) for w in weights)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +79,10 @@ def _by_tokens(automaton: Automaton) -> _Tokens:
     return _Tokens(by_class[:, automaton.token_class], automaton.distances == 0)
 
 
+# A position: the tokens that may stand there, and the weight of each.
+Position = tuple[np.ndarray, Callable[[int], Weight]]
+
+
 class Texts:
     """All texts of an automaton over some positions, each as likely as its tokens are together.
 
@@ -48,42 +91,71 @@ class Texts:
     """
 
     def __init__(
-        self, following: np.ndarray, state: int, choices: list[np.ndarray], weights: list[np.ndarray], ends: np.ndarray
+        self, following: np.ndarray, state: int, positions: list[Position], ends: np.ndarray, temperature: float
     ) -> None:
-        """From ``state`` on, one of each ``choices`` a position; ``weights`` float64 ``[V]`` by position are logarithms.
+        """``following`` int64 ``[Q, V]``: see ``_Tokens``. ``ends`` bool ``[Q + 1]``: where a text from ``state`` on may end.
 
-        ``following`` int64 ``[Q, V]``: see ``_Tokens``; ``ends`` bool ``[Q + 1]``: where a text may lead to.
+        At temperature 0 only the best text is known.
         """
-        self.following, self.state, self.choices, self.weights = following, state, choices, weights
-        self.ahead: list[np.ndarray] = [
-            np.where(ends, 0.0, -np.inf)
-        ]  # by position, the sum over all ways on, logarithms [Q + 1]
-        for tokens, weight in zip(reversed(choices), reversed(weights), strict=True):
-            terms = weight[tokens] + self.ahead[0][following[:, tokens]]
-            self.ahead.insert(0, np.append(np.logaddexp.reduce(terms, axis=1), -np.inf))
+        self.following, self.state, self.temperature = following, state, temperature
+        met = [{state}]
+        self.steps: list[dict[int, list[tuple[int, int]]]] = []  # by position: by state the tokens that lead on, and where to
+        for tokens, _ in positions:
+            self.steps.append(
+                {at: [(int(t), int(following[at, t])) for t in tokens if following[at, t] >= 0] for at in met[-1]}
+            )
+            met.append({to for ways in self.steps[-1].values() for _, to in ways})
+        self.weights: list[dict[int, Weight]] = []  # by position: by token
+        for (_, weigh), ways in zip(positions, self.steps, strict=True):
+            self.weights.append({token: weigh(token) for token in {token for way in ways.values() for token, _ in way}})
+        #: By position: by state the weight of all texts from there on, or of the best one.
+        self.ahead: list[dict[int, Weight]] = [{at: NOTHING for at in met[-1] if ends[at]}]
+        for ways, weights in zip(reversed(self.steps), reversed(self.weights), strict=True):
+            found = dict[int, Weight]()
+            for at, way in ways.items():
+                terms = [weights[token] + self.ahead[0][to] for token, to in way if to in self.ahead[0]]
+                if terms:
+                    found[at] = total(terms, temperature) if temperature else max(terms)
+            self.ahead.insert(0, found)
+
+    def _ways(self, position: int, state: int) -> Iterable[tuple[int, int, Weight]]:
+        """Each token that leads on from a state, the state after it, and the weight of the texts that go on so."""
+        for token, to in self.steps[position][state]:
+            if to in self.ahead[position + 1]:
+                yield token, to, self.weights[position][token] + self.ahead[position + 1][to]
+
+    def best(self) -> np.ndarray:
+        """The tokens int64 ``[N]`` of the best text."""
+        state, found = self.state, list[int]()
+        for position in range(len(self.steps)):
+            _, token, state = max((weight, -token, to) for token, to, weight in self._ways(position, state))
+            found.append(-token)
+        return np.array(found, np.int64)
 
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
         """The tokens int64 ``[N]`` of one text, by the noise that positions from ``first`` on have in this pass."""
         state, found = self.state, list[int]()
-        for position, (tokens, weight) in enumerate(zip(self.choices, self.weights, strict=True)):
-            noise = gumbels(seed, passes, first + position, self.following.shape[1])
-            values = weight[tokens] + self.ahead[position + 1][self.following[state, tokens]] + noise[tokens]
-            found.append(int(tokens[values.argmax()]))
-            state = int(self.following[state, found[-1]])
+        for position in range(len(self.steps)):
+            noise, here = gumbels(seed, passes, first + position, self.following.shape[1]), self.ahead[position][state]
+            _, token, state = max(
+                (weight.log_ratio(here, self.temperature) + noise[token], -token, to)
+                for token, to, weight in self._ways(position, state)
+            )
+            found.append(-token)
         return np.array(found, np.int64)
 
     def marginals(self) -> np.ndarray:
         """How likely each token is at each position, float64 ``[N, V]``."""
-        mass = np.zeros(len(self.following))
-        mass[self.state] = 1
-        found = np.zeros((len(self.choices), self.following.shape[1]))
-        for position, (tokens, weight) in enumerate(zip(self.choices, self.weights, strict=True)):
-            states = np.flatnonzero(mass)
-            behind = self.following[states][:, tokens]
-            ways = weight[tokens] + self.ahead[position + 1][behind] - self.ahead[position][states][:, None]
-            shares = mass[states][:, None] * np.exp(ways)
-            found[position, tokens] = shares.sum(axis=0)
-            mass[:] = np.bincount(behind[shares > 0], shares[shares > 0], len(mass))
+        mass = {self.state: 1.0}
+        found = np.zeros((len(self.steps), self.following.shape[1]))
+        for position in range(len(self.steps)):
+            after = dict[int, float]()
+            for state, share in mass.items():
+                for token, to, weight in self._ways(position, state):
+                    own = share * math.exp(weight.log_ratio(self.ahead[position][state], self.temperature))
+                    found[position, token] += own
+                    after[to] = after.get(to, 0.0) + own
+            mass = {state: share for state, share in after.items() if share > 0}
         return found
 
 
@@ -125,7 +197,6 @@ class Constrained(Proposer):
         best = logits.argmax(-1).cpu().numpy()
         all_probs = logits.softmax(-1)
         rows, wide = np.arange(len(best)), logits.double().cpu().numpy()
-        weights = np.maximum(wide - wide[rows, best][:, None], _LEAST)
         best_probs = all_probs.max(-1).values.double().cpu().numpy()
         row_of = {int(position): row for row, position in enumerate(turn.positions)}
         undecided = np.flatnonzero(canvas.undecided[self.first : self.last])
@@ -136,62 +207,48 @@ class Constrained(Proposer):
             for position, row in row_of.items():
                 if best_probs[row] > self.policy.edit_threshold:
                     choices[position - first] = np.unique([int(canvas.tokens[position]), int(best[row])])
-        free = np.zeros(weights.shape[1])
         state, ends = self._state_before(canvas, first), self._ahead(canvas)[last]
-
-        def by_position(rowed: np.ndarray) -> list[np.ndarray]:
-            return [rowed[row_of[position]] if position in row_of else free for position in range(first, last)]
-
-        def texts(rowed: np.ndarray) -> Texts:
-            return Texts(self.tokens.following, state, choices, by_position(rowed), ends)
-
         is_drawn = self.policy.select == "sample" and turn.standing is None
+        by, of = scored_by(turn, self.policy), self.policy.score_of
+
+        def texts(temperature: float, is_cut: np.ndarray) -> Texts:
+            def position(at: int) -> Position:
+                if (row := row_of.get(at)) is None or (temperature and len(choices[at - first]) == 1):
+                    return choices[at - first], lambda _: NOTHING
+                return choices[at - first], lambda token: weight_of(wide[row, token], wide[row, best[row]], is_cut[row, token])
+
+            return Texts(self.tokens.following, state, [position(at) for at in range(first, last)], ends, temperature)
+
+        nothing = np.zeros(wide.shape, bool)
         if is_drawn:
-            drawn = texts(self._drawn(weights))
+            drawn = texts(self.policy.temperature, self._is_cut(wide, best))
             text = drawn.draw(self.policy.seed, turn.passes, first)
         else:
-            text = self._most_likely(state, choices, by_position(weights), ends)
+            text = texts(0, nothing).best()
         tokens = text[turn.positions - first]
         probs = best_probs * np.exp(wide[rows, tokens] - wide[rows, best])
-        by, of = scored_by(turn, self.policy), self.policy.score_of
         if by == "random" or turn.standing is not None or not (of == "marginal" or (is_drawn and of == "draw")):
             return Proposals(tokens, self._scores(turn, logits, tokens, probs, best), probs)
-        marginals = (drawn if of == "draw" else texts(weights)).marginals()[turn.positions - first]
+        marginals = (drawn if of == "draw" else texts(1, nothing)).marginals()[turn.positions - first]
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
-    def _drawn(self, weights: np.ndarray) -> np.ndarray:
-        """The weights that draws have, float64 ``[M, V]``. What is cut is taken only where no text has less of it."""
-        behind = weights / self.policy.temperature
-        is_cut = self.policy.top_p < 1 or self.policy.top_k > 0
-        kept = cut(behind, self.policy.top_p, self.policy.top_k)
-        found: np.ndarray = behind + np.where((kept == 0) & is_cut, _CUT_OFF, 0)
-        return found
-
-    def _most_likely(self, state: int, choices: list[np.ndarray], weights: list[np.ndarray], ends: np.ndarray) -> np.ndarray:
-        """The tokens int64 ``[N]`` of the heaviest text from a state on, one of each ``choices`` a position.
-
-        ``weights`` float64 ``[V]`` by position; ``ends`` bool ``[Q + 1]``: where the text may lead to.
-        """
-        ahead = np.where(ends, 0.0, -np.inf)
-        sums = list[np.ndarray]()  # by position, of the best way on from each state by each choice
-        for tokens, weight in zip(reversed(choices), reversed(weights), strict=True):
-            sums.append(ahead[self.tokens.following[:, tokens]] + weight[tokens])
-            ahead = np.append(sums[-1].max(axis=1), -np.inf)
-        found = list[int]()
-        for tokens, sum_ in zip(choices, reversed(sums), strict=True):
-            found.append(int(tokens[sum_[state].argmax()]))
-            state = int(self.tokens.following[state, found[-1]])
-        return np.array(found, np.int64)
+    def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
+        """Whether ``top_p`` or ``top_k`` cuts each token, bool ``[M, V]``; a text takes one only if all texts need as many."""
+        behind = wide - wide[np.arange(len(best)), best][:, None]
+        return ~kept_tokens(behind / self.policy.temperature, behind, self.policy.top_p, self.policy.top_k)
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
         """The text with the fewest tokens that has what was proposed."""
         pinned = Canvas(np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens), canvas.undecided & (guess < 0))
         choices = [self._choices(pinned, position) for position in range(self.first, self.last)]
-        weights = np.full(self.tokens.following.shape[1], -1.0)
-        weights[self.eos_token_id] = 0
+
+        def weigh(token: int) -> Weight:
+            return weight_of(0.0 if token == self.eos_token_id else -1.0, 0.0)
+
         found: np.ndarray = guess.copy()
         ends = np.append(self.tokens.ends, False)
-        found[self.first : self.last] = self._most_likely(0, choices, [weights] * len(choices), ends)
+        positions: list[Position] = [(tokens, weigh) for tokens in choices]
+        found[self.first : self.last] = Texts(self.tokens.following, 0, positions, ends, 0).best()
         return found
 
     def _scores(self, turn: Turn, logits: Tensor, tokens: np.ndarray, probs: np.ndarray, best: np.ndarray) -> np.ndarray:

@@ -103,18 +103,23 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
     Of the ``top_k`` best tokens (0: all) as few as have a probability of more than ``top_p`` together.
     """
-    weights = np.exp(behind)
-    order = np.argsort(-behind, axis=-1, kind="stable")
-    ranked = np.take_along_axis(weights, order, -1)
+    kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
+    found: np.ndarray = kept / kept.sum(-1, keepdims=True)
+    return found
+
+
+def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """The tokens that ``cut`` keeps, bool ``[M, V]``; higher ``ranked_by`` ``[M, V]`` are better, then lower ids."""
+    order = np.argsort(-ranked_by, axis=-1, kind="stable")
+    ranked = np.take_along_axis(np.exp(behind), order, -1)
     before = np.cumsum(ranked, -1) - ranked
-    is_kept = np.ones_like(ranked, bool) if top_p >= 1 else before <= top_p * weights.sum(-1, keepdims=True)
+    is_kept = np.ones_like(ranked, bool) if top_p >= 1 else before <= top_p * ranked.sum(-1, keepdims=True)
     is_kept[:, 0] = True
     if top_k:
         is_kept[:, top_k:] = False
-    kept = np.zeros_like(weights)
-    np.put_along_axis(kept, order, np.where(is_kept, ranked, 0), -1)
-    found: np.ndarray = kept / kept.sum(-1, keepdims=True)
-    return found
+    kept = np.zeros_like(is_kept)
+    np.put_along_axis(kept, order, is_kept, -1)
+    return kept
 
 
 def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -162,7 +162,9 @@ def fill(
         logits = conditional.logits(tokens, span, run.rows)
         if policy.cfg_scale:
             without = unconditional.logits(tokens.masked_fill(given, denoiser.network.mask_token_id), span, run.rows)
+            ruled_out = logits.isneginf() | without.isneginf()
             logits = (without.double() + (policy.cfg_scale + 1) * (logits.double() - without.double())).float()
+            logits = logits.masked_fill(ruled_out, -torch.inf)
         run.commit(logits)
         if on_step is not None:
             on_step(run.canvas)

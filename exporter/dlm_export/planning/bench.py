@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS
+from dlm_calibration.states import read_samples
 from dlm_export.bundle import network_of
 from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import CACHE_ROWS
@@ -58,6 +59,8 @@ class BenchOptions:
     rounds: int = 15
     batches: tuple[int, ...] = (1,)  # requests that share passes; 1, to compare with, is measured in any case
     cost: bool = False  # fit what passes cost; without ``passes``, to some of sizes that tell
+    data: Path | None = None  # calibration data, whose prompts are requests of their own
+    samples: int = 64  # most prompts of ``data``
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
@@ -86,8 +89,10 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the roofline's, ``ratio`` the distance.
     A generation is the one of median length; its ``parts`` are seconds and add up to ``seconds``. ``batches`` are generations
     of several requests at once, all of one length; ``speedup`` is in tokens/s, over one at a time. ``cost`` is a ``PassCost``
-    with the errors of its fit, or None.
-    Raises what ``dlm_runtime.open`` raises, and RequestError for passes and lengths that the bundle does not take.
+    with the errors of its fit, or None. ``requests`` are the prompts of ``data``, sent one at a time; each ends at its end
+    token, and a latency is that of the whole request. None without ``data``.
+    Raises CalibrationError for ``data`` that cannot be read, what ``dlm_runtime.open`` raises, and RequestError for
+    passes and lengths that the bundle does not take.
     """
     progress = progress or Silent()
     if "stop" in options.policy:
@@ -104,10 +109,12 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
             check_telling([{"batch": batch} | asdict(size) for size, batch in made])
+        prompts = [] if options.data is None else _read_prompts(bundle, options.data, options.samples)
         progress.start("generate", rounds * len(batches))
         generation = _generate(bundle, options, preset, 1, rounds, progress)
         memory = _memory(manifest, generation, is_on_cpu)
         generations = [generation, *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:])]
+        requests = _time_requests(bundle, options, preset, prompts, progress) if prompts else None
         progress.start("passes", len(made))
         passes = []
         for size, batch in made:
@@ -135,6 +142,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "cost": cost_of(passes) if options.cost else None,
         "generation": generation.as_dict(),
         "batches": [one.as_batch(generation) for one in generations],
+        "requests": requests,
         "memory": memory,
         "notes": [note] if note else [],
     }
@@ -220,6 +228,46 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
     rng = random.Random(0)
     prompts = [rng.choices(usual, k=given) for _ in range(batch)]
     return {**options.policy, "tokens": prompts, "max_new_tokens": new, "preset": preset, "stop": "none", "max_batch": batch}
+
+
+def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
+    """Token ids of the prompts in a file of calibration data. Raises CalibrationError, RequestError."""
+    ends = bundle.eos_token_ids
+    samples = read_samples(
+        data,
+        bundle.tokenizer,
+        eos_token_id=ends[0] if ends else None,
+        max_canvas_length=bundle.max_canvas_length,
+        limit=count,
+    )
+    prompts = [sample.tokens[: sample.prompt_length].tolist() for sample in samples if sample.prompt_length]
+    if not prompts:
+        raise RequestError(f"{data}: holds no prompt: give lines with prompt and completion, or with messages")
+    return prompts
+
+
+def _time_requests(
+    bundle: Bundle, options: BenchOptions, preset: str, prompts: Sequence[Sequence[int]], progress: Progress
+) -> dict[str, Any]:
+    """Send each prompt as one request, after a first request that is not counted. Returns latencies in ms, and rates."""
+    new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
+    progress.start("requests", 1 + len(prompts))
+    results = []
+    for prompt in [prompts[0], *prompts]:
+        results.append(bundle.generate(tokens=prompt, max_new_tokens=new, preset=preset, **options.policy))
+        progress.advance()
+    results = results[1:]
+    seconds = [result.timings["total"] for result in results]
+    p95 = statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+    return {
+        "data": str(options.data),
+        "count": len(prompts),
+        "max_new_tokens": new,
+        "p50_ms": statistics.median(seconds) * 1e3,
+        "p95_ms": p95 * 1e3,
+        "mean_nfe": statistics.mean(result.nfe for result in results),
+        "tokens_per_s": sum(result.completion_tokens for result in results) / sum(seconds),
+    }
 
 
 def _median(request: Mapping[str, Any], options: BenchOptions, preset: str, results: Sequence[Generation]) -> _Generation:

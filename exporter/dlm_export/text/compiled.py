@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_export.text.chat import Chat, read_chat
-from dlm_export.text.layout import BYTE_FALLBACK, WHOLE, TextTables, as_bytes
+from dlm_export.text.layout import BYTE_FALLBACK, SPECIAL, WHOLE, TextTables, as_bytes
 from dlm_export.text.native import CompiledText
 from dlm_export.text.proof import prove_chats, prove_tokens
 from dlm_export.text.refusal import NotCompiled
@@ -63,8 +63,9 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 def _with_wholes(tables: TextTables) -> TextTables:
     """The tables with those tokens marked that a piece of their own text comes to: the usual word is then found at once."""
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
+    added = {each.token for each in tables.added}  # where their text is ordinary text, it is other tokens
     for token, text in enumerate(tables.tokens):
-        if text and text.isascii() and compiled.encode(text) == [token]:
+        if text and text.isascii() and token not in added and compiled.encode(text, special_tokens=True) == [token]:
             token_flags[token] |= WHOLE
     return replace(tables, token_flags=token_flags)
 
@@ -75,7 +76,8 @@ def _chat(template: str, tables: TextTables, tokenizer: Tokenizer) -> Chat:
         return [text for part in parts for text in tokenizer.render_each(part)]
 
     chat = read_chat(template, render)
-    if not prove_chats(CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat):
+    special = [each.text.decode() for each in tables.added if tables.token_flags[each.token] & SPECIAL]
+    if not prove_chats(CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat, special):
         raise NotCompiled("no chat of the proof has a compiled form")
     return chat
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from dlm_runtime import _native
 
+_PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
+
 
 class CompiledText:
     """Made of a file's bytes. Raises BundleError for a damaged one, RequestError for what it refuses."""
@@ -17,22 +19,31 @@ class CompiledText:
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        self._ids, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)  # results; they grow as needed
+        self._ids_out, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)  # results; they grow as needed
         self._check(self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle)))
 
     def __del__(self) -> None:
         self._library.dlm_text_destroy(self._handle)
 
-    def encode(self, text: str | bytes, is_prompt: bool = False) -> list[int]:
-        """Token ids; ``is_prompt``: with what the tokenizer puts around a prompt."""
-        data, count = text.encode() if isinstance(text, str) else text, C.c_size_t()
-        call = (self._handle, data, len(data), int(is_prompt), *self._report)
+    def encode(self, text: str | bytes, is_prompt: bool = False, special_tokens: bool = False) -> list[int]:
+        """Token ids. ``is_prompt`` adds what the tokenizer puts around a prompt; ``special_tokens`` is that of ``Options``."""
+        data = text.encode() if isinstance(text, str) else text
+        flags = (_PROMPT if is_prompt else 0) | (_SPECIAL if special_tokens else 0)
+        return self._ids(self._library.dlm_text_encode, data, len(data), flags)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], special_tokens: bool = False) -> list[int]:
+        """Token ids of a chat."""
+        return self._ids(self._library.dlm_chat_encode, *_chat(messages), _SPECIAL if special_tokens else 0)
+
+    def _ids(self, function: Any, *given: Any) -> list[int]:
+        """The ids that a function writes, which also gives their number."""
+        count = C.c_size_t()
         while True:
-            out = self._ids.ctypes.data_as(_native.i32p)
-            self._check(self._library.dlm_text_encode(*call, out, self._ids.size, C.byref(count)))
-            if count.value <= self._ids.size:
-                return self._ids[: count.value].tolist()  # type: ignore[no-any-return]
-            self._ids = np.empty(2 * count.value, np.int32)
+            out = self._ids_out.ctypes.data_as(_native.i32p)
+            self._check(function(self._handle, *given, *self._report, out, self._ids_out.size, C.byref(count)))
+            if count.value <= self._ids_out.size:
+                return self._ids_out[: count.value].tolist()  # type: ignore[no-any-return]
+            self._ids_out = np.empty(2 * count.value, np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
@@ -63,9 +74,7 @@ class CompiledText:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A chat as text."""
-        said = [(message["role"].encode(), message["content"].encode()) for message in messages]
-        given = (_native.Message * len(said))(*(_native.Message(role, content, len(content)) for role, content in said))
-        return self._filled(self._library.dlm_chat_render, given, len(said))
+        return self._filled(self._library.dlm_chat_render, *_chat(messages))
 
     @property
     def _report(self) -> tuple[C.Array[C.c_char], int]:
@@ -74,3 +83,8 @@ class CompiledText:
     def _check(self, status: int) -> None:
         if status:
             raise _native.error(status, self._message.value)
+
+
+def _chat(messages: Sequence[Mapping[str, str]]) -> tuple[C.Array[_native.Message], int]:
+    said = [(message["role"].encode(), message["content"].encode()) for message in messages]
+    return (_native.Message * len(said))(*(_native.Message(role, content, len(content)) for role, content in said)), len(said)

@@ -21,13 +21,16 @@ def prove_tokens(
     compiled: CompiledText, tokenizer: Tokenizer, vocabulary: Sequence[str], added: Sequence[str], lines: int = LINES
 ) -> None:
     """Raises NotCompiled at the first text that is encoded, or row of ids that is decoded, in another way."""
-    for texts in _parts(samples.lines(lines, vocabulary, added)):
-        for text, expected in zip(texts, tokenizer.encode_each(texts), strict=True):
-            found = compiled.encode(text)
-            if found != expected:
-                raise NotCompiled(
-                    f"the compiled form encodes {reprlib.repr(text)} to {found[:12]}, and tokenizers to {expected[:12]}"
-                )
+    for special_tokens in (True, False):
+        for texts in _parts(samples.lines(lines, vocabulary, added)):
+            for text, expected in zip(texts, tokenizer.encode_each(texts, special_tokens), strict=True):
+                found = _encoded(compiled, text, special_tokens)
+                if found != expected:
+                    how = "with special tokens" if special_tokens else "as plain text"
+                    raise NotCompiled(
+                        f"the compiled form encodes {reprlib.repr(text)} {how} to {_shown(found)}, and tokenizers to "
+                        f"{_shown(expected)}"
+                    )
     for text in samples.lines(3):
         if compiled.encode(text, is_prompt=True) != tokenizer.encode(text):
             raise NotCompiled(f"the compiled form puts other tokens around {reprlib.repr(text)} than tokenizers")
@@ -39,20 +42,47 @@ def prove_tokens(
                 )
 
 
-def prove_chats(compiled: CompiledText, tokenizer: Tokenizer, chat: Chat, chats: int = CHATS) -> int:
-    """How many conversations were rendered, and not refused. Raises NotCompiled at the first that comes out in another way."""
+def prove_chats(
+    compiled: CompiledText, tokenizer: Tokenizer, chat: Chat, special: Sequence[str] = (), chats: int = CHATS
+) -> int:
+    """How many conversations were rendered, and not refused; ``special``: texts of special tokens, which messages then spell.
+
+    Raises NotCompiled at the first whose text or token ids are not those of Python.
+    """
     rendered = 0
-    literals = sorted({text for _, text in chat.literals})
+    literals = sorted({*special, *(text for _, text in chat.literals)})
     for some in _parts(samples.chats(chats, chat.roles, literals)):
         for messages, expected in zip(some, tokenizer.render_each(some), strict=True):
             try:
-                found = compiled.render(messages)
+                found, ids = compiled.render(messages), compiled.encode_chat(messages)
             except RequestError:
                 continue
             rendered += 1
             if found != expected:
                 raise NotCompiled(f"the compiled chat renders {reprlib.repr(messages)} in another way than Jinja")
+            if ids != _chat_ids(tokenizer, messages, ids):
+                raise NotCompiled(f"the compiled chat encodes {reprlib.repr(messages)} in another way than tokenizers")
     return rendered
+
+
+def _chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]) -> list[int]:
+    """Token ids of a conversation; ``otherwise`` for one that Python refuses."""
+    try:
+        return tokenizer.encode_chat(messages)
+    except RequestError:
+        return otherwise
+
+
+def _encoded(compiled: CompiledText, text: str, special_tokens: bool) -> list[int] | None:
+    """Token ids, None for a text that is refused."""
+    try:
+        return compiled.encode(text, special_tokens=special_tokens)
+    except RequestError:
+        return None
+
+
+def _shown(ids: list[int] | None) -> str:
+    return "nothing" if ids is None else str(ids[:12])
 
 
 def _parts(items: Iterable) -> Iterable[list]:  # type: ignore[type-arg]

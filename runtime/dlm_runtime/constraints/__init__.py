@@ -1,5 +1,6 @@
-"""What a text may be: JSON Schema and regular expressions, compiled for a vocabulary into what the native loop keeps to.
+"""Constraints on generated text: JSON Schemas and regular expressions, compiled for a vocabulary.
 
-``schema`` and ``patterns`` write expressions, ``byte_automaton`` makes automata of them, ``automaton`` brings these over the
-tokens of a ``vocabulary``; ``compiled`` keeps what was made. Nothing of this is imported before a constraint is asked for.
+``schema`` writes a JSON Schema as a regular expression, with ``document``, ``conjunction``, ``validity``, ``layout`` and
+``patterns``. ``byte_automaton`` compiles an expression, ``automaton`` extends it to the tokens of a ``vocabulary``,
+and ``compiled`` caches the result. These modules are imported only when a request has a constraint.
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits
+from dlm_runtime.constraints.byte_automaton import Budget, ByteAutomaton, CompileLimits, fewest_steps
 from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.errors import RequestError
 
@@ -25,6 +25,9 @@ MAGIC = b"DLMAUTO\x01"
 _HEADER = struct.Struct("<8s6i32s")
 MADE_OF = slice(_HEADER.size - 32, _HEADER.size)  # where the file says what it was made of
 _ARRAYS = ("token_class", "group_starts", "group_classes", "edge_starts", "edge_states", "edge_groups", "distances")
+# The walk over the tokens, and the groups, may have this many times as many rows as the limit of edges.
+_ROWS_PER_EDGE = 16
+_ROW_BYTES = 64  # Peak memory for one row of the walk.
 _ENCODED_BYTES = 96  # of the text that can follow a state, the tokenizer is asked about so many
 
 
@@ -75,13 +78,19 @@ class Automaton:
 
 
 def compile_automaton(
-    texts: ByteAutomaton, vocabulary: Vocabulary, vocab_size: int, ends: Sequence[int], limits: CompileLimits
+    texts: ByteAutomaton,
+    vocabulary: Vocabulary,
+    vocab_size: int,
+    ends: Sequence[int],
+    limits: CompileLimits,
+    budget: Budget | None = None,
 ) -> Automaton:
     """The automaton of token ids below ``vocab_size`` whose texts ``texts`` accepts.
 
-    Where a text may end, ``ends`` may stand behind it, as many as there is room for. Raises RequestError where no tokens make
-    such a text, and for more edges than ``limits`` has.
+    Where a text may end, any number of ``ends`` may follow. ``budget`` is the time left; the default is all of ``limits``.
+    Raises RequestError when no tokens make such a text, and when a limit is reached.
     """
+    budget = budget or Budget(limits)
     kinds, _ = texts.alphabet
     states = len(texts.table)
     spelled = [(token, text) for token, text in enumerate(vocabulary.tokens[:vocab_size]) if text and token not in ends]
@@ -91,9 +100,9 @@ def compile_automaton(
     for token, text in spelled:
         strings.setdefault(text.translate(alike), []).append(token)
     members = list(strings.values())
-    walks = _walk(texts, kinds, list(strings), limits)
-    walks = _as_encoded(texts, vocabulary, walks, members, np.array([len(each) for each in strings], np.int64))
-    numbers, first_of = _alike(walks, len(members))
+    walks = _walk(texts, kinds, list(strings), budget)
+    walks = _as_encoded(texts, vocabulary, walks, members, np.array([len(each) for each in strings], np.int64), budget)
+    numbers, first_of = _alike(walks, len(members), budget)
     token_class = np.full(vocab_size, -1, np.int32)
     for number, tokens in zip(numbers, members, strict=True):
         token_class[tokens] = number
@@ -103,46 +112,47 @@ def compile_automaton(
     edges[:, 0] = numbers[edges[:, 0]]
     token_class[list(ends)] = classes
     stops = [(classes, int(state), states) for state in (*np.nonzero(texts.accepting)[0], states)]
-    return _assembled(token_class, np.concatenate((edges, np.array(stops, np.int64))), np.append(texts.accepting, True), limits)
+    edges = np.concatenate((edges, np.array(stops, np.int32)))
+    return _assembled(token_class, edges, np.append(texts.accepting, True), budget)
 
 
-def _walk(texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], limits: CompileLimits) -> np.ndarray:
-    """Where each string leads from each state, int64 ``[N, 3]``: string, state, state behind; by string and state."""
-    columns = np.full((len(texts.table), int(kinds.max()) + 1), -1, np.int64)
+def _walk(texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], budget: Budget) -> np.ndarray:
+    """The state that each string leads to from each state, int32 ``[N, 3]``: string, state, next state; by string and state."""
+    columns = np.full((len(texts.table), int(kinds.max()) + 1), -1, np.int32)
     columns[:, kinds] = texts.table
-    # A tree of the strings: nodes by level, each with its parent in the level before.
-    order = sorted(range(len(strings)), key=strings.__getitem__)
-    level = [(b"", np.arange(len(columns)), np.arange(len(columns)))]
+    # A tree of the strings: each node is a beginning, with its children by one byte more.
     numbers = {text: number for number, text in enumerate(strings)}
     children: dict[bytes, list[bytes]] = {}
     known = {b""}
-    for number in order:
-        text = strings[number]
+    for number, text in enumerate(strings):
+        if number % 1024 == 0:
+            budget.check()
         for length in range(1, len(text) + 1):
             if text[:length] not in known:
                 known.add(text[:length])
                 children.setdefault(text[: length - 1], []).append(text[:length])
-    found, total = list[np.ndarray](), 0
-    while level:
-        behind = []
-        for text, starts, places in level:
-            for child in children.get(text, ()):
-                reached = columns[places, child[-1]]
-                is_alive = reached >= 0
-                if not is_alive.any():
-                    continue
-                kept = (child, starts[is_alive], reached[is_alive])
-                behind.append(kept)
-                if child in numbers:
-                    found.append(np.column_stack((np.full(len(kept[1]), numbers[child]), kept[1], kept[2])))
-                    total += len(kept[1])
-                    if total > 16 * limits.edges:
-                        raise _too_many(total, limits)
-        level = behind
+    found, total = dict[int, np.ndarray](), 0
+    every = np.arange(len(columns), dtype=np.int32)
+    open_nodes = [(b"", every, every)]  # with the states where they start and the states where they lead
+    while open_nodes:
+        text, starts, places = open_nodes.pop()
+        for child in children.get(text, ()):
+            budget.check()
+            reached = columns[places, child[-1]]
+            is_alive = reached >= 0
+            if not is_alive.any():
+                continue
+            kept = (starts[is_alive], reached[is_alive])
+            open_nodes.append((child, *kept))
+            if child in numbers:
+                found[numbers[child]] = np.column_stack((np.full_like(kept[0], numbers[child]), *kept))
+                total += len(kept[0])
+                if total > _ROWS_PER_EDGE * budget.limits.edges:
+                    raise _too_many(total, budget.limits)
+                budget.check_memory(_ROW_BYTES * total)
     if not found:
-        return np.zeros((0, 3), np.int64)
-    walks = np.concatenate(found)
-    return walks[np.lexsort((walks[:, 1], walks[:, 0]))]
+        return np.zeros((0, 3), np.int32)
+    return np.concatenate([found[number] for number in sorted(found)])
 
 
 def _too_many(edges: int, limits: CompileLimits) -> RequestError:
@@ -152,9 +162,14 @@ def _too_many(edges: int, limits: CompileLimits) -> RequestError:
 
 
 def _as_encoded(
-    texts: ByteAutomaton, vocabulary: Vocabulary, walks: np.ndarray, members: Sequence[list[int]], lengths: np.ndarray
+    texts: ByteAutomaton,
+    vocabulary: Vocabulary,
+    walks: np.ndarray,
+    members: Sequence[list[int]],
+    lengths: np.ndarray,
+    budget: Budget,
 ) -> np.ndarray:
-    """The walks without those inside a text that has to follow, but for how the tokenizer starts it."""
+    """The walks, where a forced text keeps only the token that the tokenizer starts it with, and tokens that go beyond it."""
     is_alive = texts.table >= 0
     is_inside = (is_alive.sum(axis=1) == 1) & ~texts.accepting
     only_byte = is_alive.argmax(axis=1)
@@ -169,6 +184,7 @@ def _as_encoded(
         for length, each in enumerate(reversed(path), int(left[at]) + 1):
             left[each] = length
     for state in np.nonzero(is_inside)[0].tolist():
+        budget.check()
         text, at = bytearray(), state
         while is_inside[at] and len(text) < _ENCODED_BYTES:
             text.append(only_byte[at])
@@ -190,14 +206,15 @@ def _whole(text: bytes) -> bytes:
     return text.decode("utf-8", "ignore").encode() if text[:1] < b"\x80" or text[:1] >= b"\xc0" else b""
 
 
-def _alike(walks: np.ndarray, strings: int) -> tuple[np.ndarray, np.ndarray]:
+def _alike(walks: np.ndarray, strings: int, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
     """The class of each string, -1 for those that lead nowhere, and the first string of each class."""
     numbers = np.full(strings, -1, np.int64)
     starts = np.searchsorted(walks[:, 0], np.arange(strings + 1))
     behaviours = dict[bytes, int]()
     first_of = list[int]()
-    pairs = np.ascontiguousarray(walks[:, 1:]).astype(np.int32)
-    for string in np.unique(walks[:, 0]).tolist():
+    pairs = np.ascontiguousarray(walks[:, 1:])
+    for string in np.nonzero(np.diff(starts))[0].tolist():
+        budget.check()
         behaviour = pairs[starts[string] : starts[string + 1]].tobytes()
         if behaviour not in behaviours:
             behaviours[behaviour] = len(first_of)
@@ -206,19 +223,13 @@ def _alike(walks: np.ndarray, strings: int) -> tuple[np.ndarray, np.ndarray]:
     return numbers, np.array(first_of, np.int64)
 
 
-def _assembled(token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray, limits: CompileLimits) -> Automaton:
-    """The automaton of edges int64 ``[N, 3]`` (class, state, state behind), without states that lie on no text's way."""
-    distances = _distances(edges, accepting)
+def _assembled(token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray, budget: Budget) -> Automaton:
+    """The automaton of edges int32 ``[N, 3]`` (class, state, next state), without states that are on no text's path."""
+    distances = fewest_steps(np.nonzero(accepting)[0].tolist(), edges[:, 2], edges[:, 1], len(accepting), budget)
     if distances[0] < 0:
         raise RequestError("constraint: no tokens of this vocabulary make a text that it allows")
     edges = edges[(distances[edges[:, 1]] >= 0) & (distances[edges[:, 2]] >= 0)]
-    is_met = np.zeros(len(accepting), bool)
-    is_met[0] = True
-    front = np.array([0])
-    while len(front):
-        reached = np.unique(edges[np.isin(edges[:, 1], front), 2])
-        front = reached[~is_met[reached]]
-        is_met[front] = True
+    is_met = fewest_steps([0], edges[:, 1], edges[:, 2], len(accepting), budget) >= 0
     edges = edges[is_met[edges[:, 1]]]
     renamed = np.cumsum(is_met) - 1
     states = int(is_met.sum())
@@ -229,17 +240,18 @@ def _assembled(token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray
     lookup[kept_classes] = np.arange(len(kept_classes))
     edges[:, 0] = classes
     edges = edges[np.lexsort((edges[:, 0], edges[:, 2], edges[:, 1]))]
-    pairs, starts = np.unique(edges[:, 1] * states + edges[:, 2], return_index=True)
-    if len(pairs) > limits.edges:
-        raise _too_many(len(pairs), limits)
+    budget.check()
+    pairs, starts = np.unique(edges[:, 1].astype(np.int64) * states + edges[:, 2], return_index=True)
+    if len(pairs) > budget.limits.edges:
+        raise _too_many(len(pairs), budget.limits)
     groups, edge_groups = dict[bytes, int](), list[int]()
-    column = np.ascontiguousarray(edges[:, 0]).astype(np.int32)
+    column = np.ascontiguousarray(edges[:, 0])
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), len(edges)], strict=True):
         edge_groups.append(groups.setdefault(column[first:last].tobytes(), len(groups)))
     made = [np.frombuffer(each, np.int32) for each in groups]
     sizes = [len(each) for each in made]
-    if sum(sizes) > 16 * limits.edges:
-        raise _too_many(sum(sizes), limits)
+    if sum(sizes) > _ROWS_PER_EDGE * budget.limits.edges:
+        raise _too_many(sum(sizes), budget.limits)
     return Automaton(
         token_class=lookup[token_class],
         group_starts=np.cumsum([0, *sizes]).astype(np.int32),
@@ -249,18 +261,3 @@ def _assembled(token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray
         edge_groups=np.array(edge_groups, np.int32),
         distances=distances[is_met].astype(np.int32),
     )
-
-
-def _distances(edges: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """Fewest tokens to an accepting state, int64 ``[Q]``; -1: none is reached."""
-    distances: np.ndarray = np.where(accepting, 0, -1).astype(np.int64)
-    pairs = np.unique(edges[:, 1:], axis=0)
-    length = 0
-    while True:
-        is_new = np.zeros(len(accepting), bool)
-        is_new[pairs[distances[pairs[:, 1]] == length, 0]] = True
-        is_new &= distances < 0
-        if not is_new.any():
-            return distances
-        length += 1
-        distances[is_new] = length

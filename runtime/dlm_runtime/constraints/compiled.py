@@ -15,13 +15,13 @@ from pathlib import Path
 
 from dlm_runtime import _native
 from dlm_runtime.constraints.automaton import MADE_OF, compile_automaton
-from dlm_runtime.constraints.byte_automaton import CompileLimits, between, byte_automaton
+from dlm_runtime.constraints.byte_automaton import Budget, CompileLimits, between, byte_automaton
 from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.errors import BundleError, DlmError, RequestError
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 1  # of what is kept: raised when the same constraint makes another automaton
+_FORMAT = 2  # Version of cached files. Raise it when the same constraint compiles to another automaton.
 
 
 class Constraint:
@@ -60,12 +60,13 @@ def compile_constraint(
     limits: CompileLimits,
     folder: Path | None,
     given: tuple[str, str] = ("", ""),
+    hint: str = "",
 ) -> Constraint:
     """The constraint that an expression is, for a vocabulary of ``vocabulary_sha256``.
 
     ``given``: texts before and behind what it is of, which are part of what matches. ``folder`` is where it is kept, and looked
-    for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only then. Raises RequestError for what cannot
-    be compiled within ``limits``.
+    for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only then. ``hint`` ends the message about a
+    given text that no constrained text starts with. Raises RequestError for what cannot be compiled within ``limits``.
     """
     if not eos_token_ids:
         raise RequestError("constraints need an end token, to stand behind texts, and this bundle has none")
@@ -74,10 +75,11 @@ def compile_constraint(
     path = None if folder is None else folder / f"{key.hex()}.automaton"
     if path is not None and (kept := _kept(path, key)) is not None:
         return kept
-    texts = byte_automaton(expression, limits, is_of_json)
+    budget = Budget(limits)
+    texts = byte_automaton(expression, limits, is_of_json, budget)
     if any(given):
-        texts = between(texts, *given)
-    data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits).as_bytes(key)
+        texts = between(texts, *given, budget, hint)
+    data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits, budget).as_bytes(key)
     if path is not None:
         _keep(path, data)
     return Constraint(data)

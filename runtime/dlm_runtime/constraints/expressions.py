@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dlm_runtime.errors import RequestError
+
 Ranges = Sequence[tuple[int, int]]  # of code points, both ends included, ascending and apart
 
 ALL: Ranges = ((1, 0xD7FF), (0xE000, 0x10FFFF))  # what UTF-8 can hold, but for NUL
@@ -21,9 +23,9 @@ FRACTION_DIGITS = 6  # of bounded numbers: with nine before the point they stay 
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}  # JSON's escapes of one letter
 _WRITTEN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000, 0x10FFFF))
-# Any one character of a string, as a byte that JSON text never has. How it is written is put into the automaton, since
-# outlines-core takes up to 10 ms for every place that spells it.
-CHARACTER = r"\x{1}"
+# A placeholder for any one character of a string. It is NUL, and no text has a NUL: quote() rejects it, and JSON escapes it.
+# byte_automaton replaces it, since outlines-core takes up to 10 ms for every place that spells out the characters.
+CHARACTER = r"\x{0}"
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 
 
@@ -42,7 +44,9 @@ def _span(low: int, high: int) -> str:
 
 
 def quote(text: str) -> str:
-    """What matches ``text`` alone."""
+    """The expression that matches ``text`` alone. Raises RequestError for a text with a NUL, which no constraint can have."""
+    if "\0" in text:
+        raise RequestError(f"a constraint cannot have a text with a NUL character: {text[:80]!r}")
     return "".join("\\" + letter if letter in _SPECIAL else letter for letter in text)
 
 
@@ -202,17 +206,36 @@ _DATE = (
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_LABEL = "[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+
+
+def _label(most: int) -> str:
+    """A label of a host name, of up to ``most`` characters, without -- as its third and fourth: that marks Punycode."""
+    end, any_ = "[a-z0-9]", "[a-z0-9-]"
+    long = f"{end}(?:{any_}{{0,{most - 4}}}{end})?|-{end}(?:{any_}{{0,{most - 5}}}{end})?"
+    return f"{end}(?:{end}|{any_}(?:{long}))?"
+
+
+def _host(fewest: int) -> str:
+    """A host name of at least ``fewest`` labels, and at most 253 characters (RFC 1123, RFC 5890).
+
+    Counting the characters of all labels takes too many states. So it has up to four labels of 63, 63, 63 and 61 characters, or
+    up to eight of 30 each.
+    """
+    few = rf"(?:{_label(63)}\.){{{fewest - 1},3}}{_label(61)}"
+    many = rf"(?:{_label(30)}\.){{{fewest - 1},7}}{_label(30)}"
+    return f"(?:{few}|{many})"
+
+
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 
-# Each matches strings of its format; not every one that there is: dates of the years 1000 to 2999, plain addresses.
+# Each matches strings of its format, but not all of them: only dates of the years 1000 to 2999, and only plain addresses.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": rf"[a-z0-9]+(?:[._+-][a-z0-9]+)*@{_LABEL}(?:\.{_LABEL})+",
-    "hostname": rf"{_LABEL}(?:\.{_LABEL})*",
+    "email": rf"[a-z0-9]+(?:[._+-][a-z0-9]+)*@{_host(2)}",
+    "hostname": _host(1),
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
-    "uri": rf"https?://{_LABEL}(?:\.{_LABEL})*(?:/[A-Za-z0-9._~-]+)*/?",
+    "uri": rf"https?://{_host(1)}(?:/[A-Za-z0-9._~-]+)*/?",
 }

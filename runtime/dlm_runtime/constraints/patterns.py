@@ -6,8 +6,6 @@ around), or not there (flags), is refused by name.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NoReturn
 
 from dlm_runtime.constraints.expressions import ALL, CHARACTER, Ranges, characters, complement, either, repeated, union
@@ -16,6 +14,7 @@ from dlm_runtime.errors import RequestError
 MOST_REPEATS = 10_000
 _NEST_LIMIT = 100
 
+# The classes of ECMA-262 with the flag u: \d and \w are ASCII, \s is WhiteSpace and LineTerminator.
 _DIGIT: Ranges = ((48, 57),)
 _WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 _SPACE: Ranges = (
@@ -32,16 +31,6 @@ def inside_text(pattern: str, where: str) -> str | None:
     Raises RequestError, which starts with ``where``, for a pattern that is none, or that is not regular.
     """
     return _Reader(pattern, where).read()
-
-
-@functools.cache
-def _unicode(is_in: Callable[[str], bool]) -> Ranges:
-    """The characters that Python calls so: of \\D, \\W and \\S what is one neither here nor in ECMA-262."""
-    return union((point, point) for low, high in ALL for point in range(low, high + 1) if is_in(chr(point)))
-
-
-def _is_word(letter: str) -> bool:
-    return letter.isalnum() or letter == "_"
 
 
 class _Reader:
@@ -173,10 +162,11 @@ class _Reader:
 
     def escape(self) -> Ranges:
         letter = self.next()
-        kinds = {"d": (_DIGIT, str.isdecimal), "w": (_WORD, _is_word), "s": (_SPACE, str.isspace)}
+        kinds = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
+        if letter in kinds:
+            return kinds[letter]
         if letter.lower() in kinds:
-            here, is_in = kinds[letter.lower()]
-            return here if letter.islower() else complement((*here, *_unicode(is_in)))
+            return complement(kinds[letter.lower()])
         if letter in _CONTROLS and not (letter == "0" and self.pattern[self.at : self.at + 1].isdecimal()):
             point = _CONTROLS[letter]
         elif letter == "x":
@@ -199,7 +189,8 @@ class _Reader:
             point = int(digits, 16) if len(digits) == count and 0 < count <= 6 and digits.isalnum() else -1
         except ValueError:
             point = -1
-        if not any(low <= point <= high for low, high in ALL):
+        # NUL can be named, in a class to leave it out, though no text has it.
+        if point and not any(low <= point <= high for low, high in ALL):
             self.refuse("an escape that names no character")
         self.at += count
         return point

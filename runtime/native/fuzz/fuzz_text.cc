@@ -10,13 +10,13 @@ namespace {
 
 char message[512];
 
-std::vector<int32_t> encode(const dlm_text* text, std::string_view string, bool is_prompt) {
+std::vector<int32_t> encode(const dlm_text* text, std::string_view string, int32_t flags) {
   size_t count = 0;
-  const dlm_status status = dlm_text_encode(text, string.data(), string.size(), is_prompt, message, sizeof message, nullptr, 0, &count);
+  const dlm_status status = dlm_text_encode(text, string.data(), string.size(), flags, message, sizeof message, nullptr, 0, &count);
   CLAIM(status == DLM_OK || (fuzz::is_refusal(status) && fuzz::is_sentence(message) && count == 0));
   std::vector<int32_t> ids(count);
   if (status == DLM_OK)
-    CLAIM(dlm_text_encode(text, string.data(), string.size(), is_prompt, nullptr, 0, ids.data(), count, &count) == DLM_OK);
+    CLAIM(dlm_text_encode(text, string.data(), string.size(), flags, nullptr, 0, ids.data(), count, &count) == DLM_OK);
   CLAIM(count == ids.size());
   return ids;
 }
@@ -48,6 +48,10 @@ void render(const dlm_text* text, std::string_view content) {
     size_t size = 0;
     const dlm_status status = dlm_chat_render(text, chat.data(), chat.size(), message, sizeof message, rendered, sizeof rendered, &size);
     CLAIM(status == DLM_OK || (fuzz::is_refusal(status) && fuzz::is_sentence(message) && size == 0));
+    size_t count = 0;
+    const dlm_status encoded = dlm_chat_encode(text, chat.data(), chat.size(), 0, message, sizeof message, nullptr, 0, &count);
+    CLAIM(encoded == DLM_OK || (fuzz::is_refusal(encoded) && fuzz::is_sentence(message) && count == 0));
+    CLAIM(encoded != DLM_OK || status == DLM_OK);
     if (status != DLM_OK) chat.pop_back();
   }
 }
@@ -62,8 +66,8 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const dlm_status status = dlm_text_read(file.data(), file.size(), message, sizeof message, &text);
   CLAIM(status == DLM_OK ? text != nullptr : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   if (status != DLM_OK) return 0;
-  std::vector<int32_t> ids = encode(text, string, false);
-  encode(text, string, true);
+  std::vector<int32_t> ids = encode(text, string, 0);
+  encode(text, string, DLM_ENCODE_PROMPT | DLM_ENCODE_SPECIAL);
   for (const char byte : string) ids.push_back(static_cast<unsigned char>(byte) - 2);
   decode(text, ids);
   render(text, string);

@@ -96,7 +96,8 @@ typedef struct dlm_pass {
   int32_t *top_tokens; /* [B, R, K], best first, lowest id first among equals, never the mask token */
   float *top_probs;    /* [B, R, K], softmax in fp32 with the mask token excluded */
   float *entropy;      /* [B, R], sum p ln(p + 1e-10) <= 0, the mask token excluded; NULL when not asked for */
-  float *logits;       /* [B, R, V], raw; NULL when not asked for */
+  float *logits;       /* [B, R, V], raw: finite, or -infinity for a token that is ruled out; NULL when not asked for. The mask
+                          token's logit is not read. A row with NaN or +infinity ends its request with ENGINE_FAILED */
 } dlm_pass;
 
 /* Runs one pass; returns DLM_OK or any other status, which ends the request. The session that it runs for is busy. */
@@ -127,11 +128,12 @@ typedef struct dlm_policy {
   double factor;           /* of "factor", >= 0 */
   double entropy_bound;    /* of "entropy_bound", nats, >= 0 */
   double timestep_eps;     /* of "timestep", 0..1 */
-  double temperature;      /* of "sample", above 0: logits are divided by it; 0 for "argmax" */
+  double temperature;      /* of "sample", above 0, at most 1e300: logits are divided by it; 0 for "argmax" */
   uint64_t seed;           /* of "random" and "sample": the same text, whatever the engine, its threads and the batch, but for
                               what floating-point noise of the engine changes */
-  const char *store;       /* of "block": "pass": one more pass over a finished block stores it, which is exact | "reuse": the
-                              rows of its last pass are stored, computed while some of it was masked */
+  const char *store;       /* of "block": how a finished block is stored. "pass": by one more pass over it, which is exact |
+                              "open": that pass also runs the next block and decides in it; the canvas is the same |
+                              "reuse": the rows of its last pass are stored; some of its tokens were still masked then */
   int32_t sub_block_length; /* of block-causal attention: positions of a block that are decided before the next ones; divides
                                block_length. 0: all together */
   int32_t edit_passes;     /* of "edit": passes over a finished block, at most; the first that changes nothing is the last */
@@ -173,7 +175,8 @@ typedef struct dlm_open_options {
                                  "onnxruntime" | "tensorrt" | "none": the bundle is checked, and makes no passes */
   const char *engine_library; /* path of the engine's library: libonnxruntime, libnvinfer or libtensorrt_rtx;
                                  NULL: $DLM_ONNXRUNTIME or $DLM_TENSORRT, then the system's */
-  int32_t threads;            /* of onnxruntime; 0: all cores */
+  int32_t threads;            /* of onnxruntime, 0..4096; 0: all cores. More than the cores that the process may use: as many as
+                                 these, as further threads only slow passes down */
   int32_t check_hashes;       /* 1: compare every file with the SHA-256 in the manifest (default); 0: sizes only */
   const char *provider;       /* of onnxruntime: "cpu" (default) | "cuda" | "tensorrt" | "nv_tensorrt_rtx"; any but "cpu" makes
                                  engine "auto" onnxruntime */
@@ -233,8 +236,8 @@ DLM_API const char *dlm_bundle_manifest(const dlm_bundle *bundle);
 /* The engine as one line for people, e.g. "onnxruntime 1.31.1 (CPU)". Owned by the bundle. */
 DLM_API const char *dlm_bundle_engine(const dlm_bundle *bundle);
 
-/* How many mask tokens a request is best given that has no wish of its own: loop.max_new_tokens of the manifest, 128 where it has
- * none, 0 for NULL. */
+/* The max_new_tokens of a request that sets DLM_DEFAULT_NEW_TOKENS: loop.max_new_tokens of the manifest, 128 by default.
+ * 0 for NULL. */
 DLM_API int32_t dlm_bundle_max_new_tokens(const dlm_bundle *bundle);
 
 /* Fills *policy, up to its struct_size, with a preset of the manifest; name NULL: the bundle's default. policy->struct_size
@@ -303,10 +306,14 @@ typedef struct dlm_step {
  * and it must not destroy it. */
 typedef int32_t (*dlm_step_fn)(void *user, const dlm_step *step);
 
+/* A value of dlm_generate_options.max_new_tokens: use the bundle's own number, dlm_bundle_max_new_tokens. */
+#define DLM_DEFAULT_NEW_TOKENS (-1)
+
 typedef struct dlm_generate_options {
   size_t struct_size;
   const dlm_policy *policy; /* NULL: the bundle's default preset (dlm_policy_init's policy for a callback bundle) */
-  int32_t max_new_tokens;   /* mask tokens put behind the given ones; 128 unless said */
+  int32_t max_new_tokens;   /* how many mask tokens follow the given ones, 0 or more. 0: fill only the mask tokens among the given
+                               ones. DLM_DEFAULT_NEW_TOKENS (the initial value): the bundle's own number */
   int32_t steps;            /* passes planned for the whole generation, split evenly over the blocks; 0: the policy's */
   dlm_step_fn on_step;      /* may be NULL */
   void *user;
@@ -314,6 +321,8 @@ typedef struct dlm_generate_options {
   double deadline_ms;       /* no pass starts later than this many milliseconds after the call (dlm_session_start): the request
                                ends with what it has, DLM_FINISH_DEADLINE. 0: no deadline */
   int32_t max_steps;        /* a request ends after this many passes with what it has, DLM_FINISH_STEPS; 0: any number */
+  int32_t special_tokens;   /* of dlm_generate_text and dlm_generate_chat: 1: text of the prompt or of a message that spells a special
+                               token, such as "<|eos|>", is that token | 0: it is ordinary text */
 } dlm_generate_options;
 DLM_API void dlm_generate_options_init(dlm_generate_options *options);
 DLM_API void dlm_generate_options_init_sized(dlm_generate_options *options, size_t struct_size);
@@ -333,7 +342,8 @@ typedef struct dlm_stats {
 
 /* Fills the canvas and returns when every position is decided, or the request was ended (dlm_result). tokens: the given ones on
  * entry (mask tokens among them are undecided, as the new ones are), the whole canvas on return; count: how many are given;
- * capacity counts tokens and must hold count + max_new_tokens. INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
+ * capacity counts tokens and must be at least count + max_new_tokens (with
+ * DLM_DEFAULT_NEW_TOKENS: count + dlm_bundle_max_new_tokens). INVALID_ARGUMENT, tokens untouched, if an id is outside the vocabulary or the canvas would be longer than
  * the denoiser takes. stats may be NULL. */
 DLM_API dlm_status dlm_session_generate(dlm_session *session, const dlm_generate_options *options, int32_t *tokens,
                                         size_t count, size_t capacity, dlm_stats *stats, size_t *length);
@@ -374,14 +384,19 @@ enum {
  * of a constraint still wants stands before the end tokens. `undecided` tells it from what was committed. */
 typedef struct dlm_result {
   size_t struct_size;
-  int32_t finish;            /* DLM_FINISH_... */
+  int32_t finish;            /* DLM_FINISH_...; newer libraries may add values */
   int32_t nfe;               /* passes that the request took part in */
   int32_t prompt_tokens;     /* given ones */
   int32_t completion_tokens; /* the others, up to their first end token, which is none */
   const float *log_probs;    /* [length], ln p of a committed token, by the softmax of the pass that committed it, the mask
-                                token excluded; NaN at all other positions */
+                                token excluded; NaN at all other positions. Never infinite: a probability that rounds to 0
+                                gives ln of the smallest positive double, -744.44 */
   const uint8_t *undecided;  /* [length], 1: the request ended before a token was decided there */
   size_t length;             /* of the canvas */
+  double constraint_log_prob_loss; /* nats, 0 or more: how much less likely the constraint made the text. The sum over positions of
+                                ln p of the denoiser's best token minus ln p of the committed one, by the last pass that scored the
+                                position; at most 745 a position. Positions that were filled before a pass scored them count 0.
+                                0 without a constraint. */
 } dlm_result;
 
 /* Of the requests that ended last, by number: 0, but for dlm_session_generate_batch. Pointers are valid until the next call that
@@ -472,14 +487,19 @@ DLM_API void dlm_scheduler_destroy(dlm_scheduler *scheduler);
 /* Hands a request in, from any thread; tokens [count] and options are as of dlm_session_start, and the deadline counts from now.
  * on_step is called on the thread that makes the passes, until the request is done, also where its job was destroyed before: `user`
  * lives that long. It must neither wait for a job nor run or destroy the scheduler; anything but 0 ends its request with DLM_CANCELLED. automaton and given are as of dlm_session_constrain_from; NULL and 0: no constraint. BUSY
- * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. */
+ * as above; INVALID_ARGUMENT too for a canvas whose keys and values never fit. After a call of dlm_scheduler_run that failed, it returns
+ * the status of that call until the next one. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler *scheduler, const dlm_generate_options *options,
                                         const dlm_automaton *automaton, int32_t given, const int32_t *tokens, size_t count,
                                         char *message, size_t message_capacity, dlm_job **job);
 
-/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until nothing is left to do. before_pass, which
- * may be NULL, is as of dlm_session_before_pass: anything but 0 ends this call with DLM_CANCELLED, and the next one goes on. A request
- * that fails fails alone, and its job says why. INVALID_ARGUMENT where another thread is in this call. */
+/* Makes passes on the calling thread until dlm_scheduler_stop or, if until_idle is 1, until no request is left. before_pass may be NULL
+ * and is as of dlm_session_before_pass. If it returns anything but 0, this call ends with DLM_CANCELLED, and the next call goes on.
+ *
+ * If one request fails, it fails alone, and its job has the reason: this includes errors as it ends, such as a constraint without a
+ * text. If making passes itself fails (no memory, an exception from before_pass), every request that is not done ends with the status
+ * and message that this call returns, so nobody waits for it. The scheduler can be run again. INVALID_ARGUMENT if another thread is in
+ * this call. */
 DLM_API dlm_status dlm_scheduler_run(dlm_scheduler *scheduler, int32_t until_idle, dlm_before_pass_fn before_pass, void *user,
                                      char *message, size_t message_capacity);
 
@@ -538,9 +558,16 @@ DLM_API dlm_status dlm_bundle_text(dlm_bundle *bundle, char *message, size_t mes
 DLM_API dlm_status dlm_text_read(const void *data, size_t size, char *message, size_t message_capacity, dlm_text **text);
 DLM_API void dlm_text_destroy(dlm_text *text); /* not for a bundle's own */
 
-/* Token ids of a text. is_prompt: 1: with what the tokenizer puts around a prompt | 0: of the text alone, as of a rendered chat.
- * count: how many they are; where capacity is smaller, the first `capacity` are written, so a first call may ask with 0. */
-DLM_API dlm_status dlm_text_encode(const dlm_text *text, const char *string, size_t size, int32_t is_prompt, char *message,
+/* Flags of dlm_text_encode and dlm_chat_encode. */
+enum {
+  DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts around a prompt; without it, the text alone is encoded */
+  DLM_ENCODE_SPECIAL = 2 /* text that spells a special token, such as "<|eos|>", is that token; without it, it is ordinary text */
+};
+
+/* Token ids of a text. flags: DLM_ENCODE_ values, added. count: the number of ids. If it is more than `capacity`, only the first
+ * `capacity` are written, so a first call may pass 0. INVALID_ARGUMENT for text that gives a special token without
+ * DLM_ENCODE_SPECIAL, which only a vocabulary can that has the token's text as an ordinary word. */
+DLM_API dlm_status dlm_text_encode(const dlm_text *text, const char *string, size_t size, int32_t flags, char *message,
                                    size_t message_capacity, int32_t *tokens, size_t capacity, size_t *count);
 
 /* The text of token ids, special ones left out, as whole characters: U+FFFD stands for bytes that are none. size: its bytes; where
@@ -570,6 +597,12 @@ typedef struct dlm_message {
  * number and the reason, where the template does more with it than to put contents between fixed texts. */
 DLM_API dlm_status dlm_chat_render(const dlm_text *text, const dlm_message *messages, size_t message_count, char *message,
                                    size_t message_capacity, char *string, size_t capacity, size_t *size);
+
+/* Token ids of a chat, up to where the assistant answers. The template's special tokens are special tokens; those that a message's
+ * content spells are ordinary text. Prefer it to encoding the text of dlm_chat_render, in which both look the same.
+ * flags: 0 or DLM_ENCODE_SPECIAL; count and capacity are those of dlm_text_encode. */
+DLM_API dlm_status dlm_chat_encode(const dlm_text *text, const dlm_message *messages, size_t message_count, int32_t flags,
+                                   char *message, size_t message_capacity, int32_t *tokens, size_t capacity, size_t *count);
 
 /* Told what a step adds to the text: `delta`, of `size` bytes and a NUL, whole characters in front of what is still undecided. On
  * the calling thread; anything but 0 ends the request with DLM_CANCELLED. It may call what a dlm_step_fn may. */

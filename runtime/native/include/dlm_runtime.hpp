@@ -52,12 +52,13 @@ using StepFn = std::function<bool(const dlm_step& step)>;
 using TextFn = std::function<bool(std::string_view delta)>;
 using BeforePassFn = std::function<bool()>;
 
-// dlm_generate_options.
+// dlm_generate_options. GenerateOptions{} has its defaults.
 struct GenerateOptions {
   std::optional<Policy> policy;  // none: the bundle's default preset
-  std::int32_t max_new_tokens = 0;
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's own number
   std::int32_t steps = 0;
   std::int32_t max_steps = 0;
+  bool special_tokens = false;
   double deadline_ms = 0;
   StepFn on_step;
 };
@@ -74,6 +75,7 @@ struct Result {
   std::int32_t completion_tokens = 0;
   std::vector<float> log_probs;         // [canvas length]
   std::vector<std::uint8_t> undecided;  // [canvas length]
+  double constraint_log_prob_loss = 0;  // nats
 };
 
 namespace detail {
@@ -140,6 +142,7 @@ inline dlm_generate_options options_of(const GenerateOptions& from, Callbacks& c
   options.max_new_tokens = from.max_new_tokens;
   options.steps = from.steps;
   options.max_steps = from.max_steps;
+  options.special_tokens = from.special_tokens;
   options.deadline_ms = from.deadline_ms;
   if (callbacks.on_step) {
     options.on_step = [](void* user, const dlm_step* step) {
@@ -163,7 +166,8 @@ inline Result result_of(const dlm_result& from) {
           from.prompt_tokens,
           from.completion_tokens,
           {from.log_probs, from.log_probs + from.length},
-          {from.undecided, from.undecided + from.length}};
+          {from.undecided, from.undecided + from.length},
+          from.constraint_log_prob_loss};
 }
 
 }  // namespace detail
@@ -189,17 +193,17 @@ class Automaton {
 // A bundle's tokenizer and chat template.
 class Text {
  public:
-  std::vector<std::int32_t> encode(std::string_view string, bool is_prompt = true) const {
-    std::vector<std::int32_t> tokens;
-    std::size_t count = 0;
-    do {  // once for the size, once for the ids
-      tokens.resize(count);
-      detail::check([&](char* text, std::size_t size) {
-        return dlm_text_encode(text_, string.data(), string.size(), is_prompt, text, size, tokens.data(), tokens.size(),
-                               &count);
-      });
-    } while (count > tokens.size());
-    return tokens;
+  // flags: DLM_ENCODE_ values, added.
+  std::vector<std::int32_t> encode(std::string_view string, std::int32_t flags = DLM_ENCODE_PROMPT) const {
+    return ids([&](char* text, std::size_t size, std::vector<std::int32_t>& out, std::size_t* count) {
+      return dlm_text_encode(text_, string.data(), string.size(), flags, text, size, out.data(), out.size(), count);
+    });
+  }
+  std::vector<std::int32_t> encode_chat(const std::vector<Message>& chat, std::int32_t flags = 0) const {
+    const std::vector<dlm_message> messages = detail::messages_of(chat);
+    return ids([&](char* text, std::size_t size, std::vector<std::int32_t>& out, std::size_t* count) {
+      return dlm_chat_encode(text_, messages.data(), messages.size(), flags, text, size, out.data(), out.size(), count);
+    });
   }
   std::string decode(const std::int32_t* tokens, std::size_t count) const {
     return filled([&](char* text, std::size_t size, std::string& out, std::size_t* bytes) {
@@ -218,6 +222,17 @@ class Text {
  private:
   friend class Bundle;
   Text(std::shared_ptr<dlm_bundle> bundle, const dlm_text* text) : bundle_(std::move(bundle)), text_(text) {}
+
+  template <class Call>
+  static std::vector<std::int32_t> ids(Call call) {
+    std::vector<std::int32_t> out;
+    std::size_t count = 0;
+    do {  // once for the size, once for the ids
+      out.resize(count);
+      detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
+    } while (count > out.size());
+    return out;
+  }
 
   template <class Call>
   static std::string filled(Call call) {
@@ -292,7 +307,9 @@ class Session {
     const std::size_t count = tokens.size();
     dlm_denoiser denoiser;
     dlm_bundle_denoiser(bundle_.get(), &denoiser);  // no longer canvas is accepted, whatever is asked for
-    tokens.resize(count + static_cast<std::size_t>(std::clamp(options.max_new_tokens, 0, denoiser.max_canvas_length)));
+    const std::int32_t wanted =
+        options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS ? dlm_bundle_max_new_tokens(bundle_.get()) : options.max_new_tokens;
+    tokens.resize(count + static_cast<std::size_t>(std::clamp(wanted, 0, denoiser.max_canvas_length)));
     std::size_t length = 0;
     check(dlm_session_generate(get(), &given, tokens.data(), count, tokens.size(), nullptr, &length), callbacks.thrown);
     tokens.resize(length);

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "error.h"
 #include "sha256.h"
@@ -70,6 +71,29 @@ void check_distances(const Automaton& automaton, const std::string& where) {
       least = std::min(least, automaton.distances[static_cast<size_t>(automaton.edge_states[static_cast<size_t>(edge)])]);
     if (least != std::max(distance - 1, 0))
       fail(DLM_BAD_BUNDLE, "%s: state %d says that it is %d tokens from an end, and is not", where.c_str(), state, distance);
+  }
+}
+
+// Each class must lead from a state to one state at most. The classes of a state's largest group are only looked up, as many states share
+// large groups: so a file takes hardly longer than its edges do.
+void check_edges(const Automaton& automaton, const std::string& where) {
+  std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);  // by class, the last state that has an edge for it
+  const auto size = [&](int32_t group) {
+    return automaton.group_starts[static_cast<size_t>(group) + 1] - automaton.group_starts[static_cast<size_t>(group)];
+  };
+  for (int32_t state = 0; state < automaton.states; ++state) {
+    const auto first = automaton.edge_groups.begin() + automaton.edge_starts[static_cast<size_t>(state)];
+    const auto last = automaton.edge_groups.begin() + automaton.edge_starts[static_cast<size_t>(state) + 1];
+    const auto largest = std::max_element(first, last, [&](int32_t a, int32_t b) { return size(a) < size(b); });
+    for (auto group = first; group != last; ++group) {
+      if (group == largest) continue;
+      for (int32_t member = automaton.group_starts[static_cast<size_t>(*group)]; member < automaton.group_starts[static_cast<size_t>(*group) + 1]; ++member) {
+        const int32_t number = automaton.group_classes[static_cast<size_t>(member)];
+        if (std::exchange(seen[static_cast<size_t>(number)], state) == state || automaton.has_class(*largest, number))
+          fail(DLM_BAD_BUNDLE, "%s: state %d has two edges for class %d, so its texts are ambiguous: compile the constraint again",
+               where.c_str(), state, number);
+      }
+    }
   }
 }
 
@@ -141,6 +165,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   out.edge_groups = reader.take("edge_groups", count(edges), 0, groups - 1);
   out.distances = reader.take("distances", count(states), 0, states);
   check_groups(out, where);
+  check_edges(out, where);
   check_distances(out, where);
   list_tokens(out, where);
   return out;

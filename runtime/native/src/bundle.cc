@@ -332,7 +332,8 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
 }
 
 // The compiled text file, or why the build wrote none.
-void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder, Manifest& manifest) {
+void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder, bool check_hashes,
+                     Manifest& manifest) {
   const json::Value* const entry = root.find("text");
   if (entry == nullptr) {
     manifest.text_refusal = "it has no tokenizer, or was built before there were such files";
@@ -345,7 +346,9 @@ void read_text_entry(const json::Value& root, const json::Value& files, const st
   }
   entry->refuse_unknown({"file", "chat_refused"});
   if (entry->find("chat_refused") != nullptr) entry->string("chat_refused");
-  manifest.text_path = folder + "/" + listed(files, entry->at("file"));
+  const std::string name = listed(files, entry->at("file"));
+  manifest.text_path = folder + "/" + name;
+  if (check_hashes) manifest.text_sha256 = read_hash(files.object(name), "sha256");
 }
 
 Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes, const std::string& engine) {
@@ -361,7 +364,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
   // All but loop and files describe the bundle to people and to the exporter, which checks them by manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source", "precision", "kernels",
-                        "targets", "tokenizer", "chat_template", "text", "effort", "audits", "files"});
+                        "targets", "tokenizer", "chat_template", "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift", "visible_block", "graph",
                        "presets", "default_preset", "max_new_tokens", "effort", "engines"});
@@ -383,17 +386,19 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   if (loop.find("engines") != nullptr)
     for (const json::Value& entry : loop.object("engines").members())
       manifest.engines.push_back(read_engine(entry, graph, files, folder, is_run));
-  read_text_entry(*root, files, folder, manifest);
+  read_text_entry(*root, files, folder, check_hashes, manifest);
   manifest.unhashed = check_files(files, folder, check_hashes, is_run);
   return manifest;
+}
+
+[[noreturn]] void refuse_hash(const std::string& path, const char* advice) {
+  fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s", path.c_str(), advice);
 }
 
 }  // namespace
 
 void check_hash(const FileHash& file) {
-  if (sha256_file_hex(file.path) != file.sha256)
-    fail(DLM_BAD_BUNDLE, "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s", file.path.c_str(),
-         file.advice);
+  if (sha256_file_hex(file.path) != file.sha256) refuse_hash(file.path, file.advice);
 }
 
 std::shared_ptr<const Text> read_text(const Manifest& manifest) {
@@ -406,6 +411,12 @@ std::shared_ptr<const Text> read_text(const Manifest& manifest) {
   std::string data(static_cast<size_t>(bytes), '\0');
   std::ifstream file(path, std::ios::binary);
   if (!file.read(data.data(), static_cast<std::streamsize>(data.size()))) fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
+  if (!manifest.text_sha256.empty()) {
+    // The file was hashed when the bundle was opened, and may have been replaced since.
+    Sha256 hash;
+    hash.update(data.data(), data.size());
+    if (hash.hex() != manifest.text_sha256) refuse_hash(path, kAgain);
+  }
   return std::make_shared<const Text>(data.data(), data.size(), path);
 }
 

@@ -42,6 +42,7 @@ struct Manifest {
   Policies efforts;                // levels fitted on data, fewest passes first; empty where none were
   std::string text_path;           // of the compiled text file; empty: there is none,
   std::string text_refusal;        // and why
+  std::string text_sha256;         // that the text file must have as it is read; empty: not checked
   std::vector<FileHash> unhashed;  // large files, still to be compared by check_hash
 };
 
@@ -51,7 +52,8 @@ struct Manifest {
 // What it leaves in `unhashed` can be compared while an engine maps the same files: nothing may be computed before.
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
-// The compiled text file. Throws Error(DLM_UNSUPPORTED) where there is none.
+// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle has no such file, and Error(DLM_BAD_BUNDLE) if the file
+// changed after the bundle was opened.
 std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
 // Throws Error(DLM_BAD_BUNDLE) for a file of another hash.

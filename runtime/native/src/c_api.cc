@@ -1,4 +1,6 @@
 // The C ABI over the core: argument checks, handles, and the wall that no exception crosses.
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -11,6 +13,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,7 +26,9 @@ namespace {
 
 std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* tokens, size_t count, int32_t new_tokens) {
   if (count > 0) require(tokens, "tokens");
-  if (new_tokens < 0) dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative", new_tokens);
+  if (new_tokens < 0)
+    dlm::fail(DLM_INVALID_ARGUMENT, "max_new_tokens = %d is negative, and is not DLM_DEFAULT_NEW_TOKENS (%d)", new_tokens,
+              DLM_DEFAULT_NEW_TOKENS);
   const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
   const size_t length = count + static_cast<size_t>(new_tokens);
   if (count > longest || length > longest)
@@ -43,7 +48,7 @@ std::vector<int32_t> check_canvas(const dlm::Denoiser& denoiser, const int32_t* 
 dlm_generate_options default_generate_options() {
   dlm_generate_options options{};
   options.struct_size = sizeof options;
-  options.max_new_tokens = dlm::kNewTokens;
+  options.max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
   return options;
 }
 
@@ -51,13 +56,14 @@ dlm_generate_options default_generate_options() {
 
 namespace dlm {
 
-dlm_generate_options take_options(const dlm_generate_options* options) {
+dlm_generate_options take_options(const dlm_bundle& bundle, const dlm_generate_options* options) {
   require(options, "options");
-  const dlm_generate_options taken = take(*options, default_generate_options());
+  dlm_generate_options taken = take(*options, default_generate_options());
   if (taken.steps < 0) fail(DLM_INVALID_ARGUMENT, "steps = %d is negative", taken.steps);
   if (taken.max_steps < 0) fail(DLM_INVALID_ARGUMENT, "max_steps = %d is negative", taken.max_steps);
   if (!(taken.deadline_ms >= 0 && taken.deadline_ms <= kLongest))
     fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", taken.deadline_ms, kLongest);
+  if (taken.max_new_tokens == DLM_DEFAULT_NEW_TOKENS) taken.max_new_tokens = dlm_bundle_max_new_tokens(&bundle);
   return taken;
 }
 
@@ -75,6 +81,7 @@ dlm_result result_of(const Outcome& outcome) {
   found.log_probs = outcome.log_probs.data();
   found.undecided = outcome.undecided.data();
   found.length = outcome.undecided.size();
+  found.constraint_log_prob_loss = outcome.constraint_log_prob_loss;
   return found;
 }
 
@@ -159,7 +166,7 @@ namespace {
 using dlm::guarded;
 
 template <typename Body>
-dlm_status guarded(dlm_session* session, Body body) noexcept {
+dlm_status guarded(dlm_session* session, Body body) {
   if (session == nullptr) return DLM_INVALID_ARGUMENT;
   const auto report = [&](const char* text) {
     session->last_error = text;
@@ -225,6 +232,20 @@ EngineChoice choose_engine(const dlm_open_options& options) {
               choice.provider.name.c_str());
   if (engine == "auto") choice.engine = "onnxruntime";
   return choice;
+}
+
+// The cores that this process may use; 0 if the system does not say.
+int available_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int>(std::thread::hardware_concurrency());  // a machine of more cores than the set holds
+}
+
+// More threads than cores only wait for each other, and the engine takes minutes to start thousands.
+int limit_threads(int32_t wanted) {
+  if (wanted < 0 || wanted > 4096) dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", wanted);
+  const int cores = available_cores();
+  return cores > 0 ? std::min<int>(wanted, cores) : wanted;
 }
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const EngineChoice& choice, const std::string& library,
@@ -387,6 +408,7 @@ void share_passes(dlm_session& session, const dlm_generate_options& options, std
     ask_before_pass(session);
     for (size_t i = 0; i < jobs.size(); ++i)
       if (session.cancels.holds(i)) jobs[i]->cancel();
+    return true;
   });
   for (size_t i = 0; i < jobs.size(); ++i) {
     if (jobs[i]->status() != DLM_OK) throw dlm::Error(jobs[i]->status(), jobs[i]->message());
@@ -403,7 +425,7 @@ dlm_bundle& dlm::bundle_of(dlm_session& session) { return session.bundle; }
 
 std::string& dlm::text_of(dlm_session& session) { return session.text; }
 
-dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) noexcept {
+dlm_status dlm::guarded_call(dlm_session* session, void (*body)(void* user), void* user) {
   return ::guarded(session, [&] { body(user); });
 }
 
@@ -466,8 +488,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     dlm_open_options chosen = default_open_options();
     if (options != nullptr) chosen = dlm::take(*options, chosen);
     const EngineChoice choice = choose_engine(chosen);
-    if (chosen.threads < 0 || chosen.threads > 4096)
-      dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", chosen.threads);
+    const int threads = limit_threads(chosen.threads);
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, choice.engine);
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
@@ -476,7 +497,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = open_engine(opened->manifest, choice, library, chosen.threads);
+      opened->engine = open_engine(opened->manifest, choice, library, threads);
     } catch (...) {
       hashed.get();  // a damaged file explains what an engine says of it
       throw;
@@ -496,7 +517,7 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
     if (run == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "run is NULL");
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest.denoiser = dlm::check_denoiser(dlm::take(*denoiser, default_denoiser()));
-    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser.cache);
+    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser);
     opened->engine_description = opened->engine->description();
     *bundle = opened.release();
   });
@@ -626,7 +647,7 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_generate_options
     require(length, "length");
     require(tokens, "tokens");
     session->batch.reset();
-    const dlm_generate_options chosen = take_options(options);
+    const dlm_generate_options chosen = take_options(session->bundle, options);
     start(*session, chosen, tokens, count, capacity);
     while (!session->batch->done()) {
       step(*session);
@@ -651,7 +672,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_generate_o
   if (stats != nullptr) *stats = {};
   return guarded(session, [&] {
     session->batch.reset();
-    const dlm_generate_options chosen = take_options(options);
+    const dlm_generate_options chosen = take_options(session->bundle, options);
     if (chosen.on_step != nullptr)
       dlm::fail(DLM_INVALID_ARGUMENT, "on_step must be NULL: requests that run together have no step of their own");
     if (max_batch < 1 || max_batch > dlm::kMostRequests)
@@ -689,7 +710,7 @@ dlm_status dlm_session_start(dlm_session* session, const dlm_generate_options* o
                              size_t count) {
   return guarded(session, [&] {
     session->batch.reset();
-    start(*session, take_options(options), tokens, count);
+    start(*session, take_options(session->bundle, options), tokens, count);
   });
 }
 

@@ -49,9 +49,9 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   make_one_line(message, std::strlen(message));
 }
 
-// Runs `body`; what it throws becomes a status, and its sentence goes to `report`.
+// Runs `body`. An exception becomes a status, and its message goes to `report`. Throws nothing but ThreadExit.
 template <typename Body, typename Report>
-dlm_status guarded(Body body, Report report) noexcept {
+dlm_status guarded(Body body, Report report) {
   try {
     try {
       body();
@@ -65,14 +65,21 @@ dlm_status guarded(Body body, Report report) noexcept {
     } catch (const std::exception& error) {
       report(error.what());
       return DLM_INTERNAL;
+    } catch (const ThreadExit&) {
+      throw;
+    } catch (...) {
+      report(kForeign);
+      return DLM_INTERNAL;
     }
+  } catch (const ThreadExit&) {
+    throw;
   } catch (...) {
     return DLM_OUT_OF_MEMORY;  // only a message that found no memory comes here
   }
 }
 
 template <typename Body>
-dlm_status guarded(char* message, size_t capacity, Body body) noexcept {
+dlm_status guarded(char* message, size_t capacity, Body body) {
   copy_message("", message, capacity);
   return guarded(body, [&](const char* text) { copy_message(text, message, capacity); });
 }
@@ -81,8 +88,8 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// The caller's options, checked but for the policies.
-dlm_generate_options take_options(const dlm_generate_options* options);
+// Copies and checks the caller's options, without the policies. Replaces DLM_DEFAULT_NEW_TOKENS by the bundle's number.
+dlm_generate_options take_options(const dlm_bundle& bundle, const dlm_generate_options* options);
 
 constexpr double kLongest = 1e12;  // milliseconds: 31 years, which clocks hold
 
@@ -111,10 +118,10 @@ Request make_request(const dlm_bundle& bundle, const Constraint& constraint, con
 // Of a session, whose struct is c_api.cc's own.
 dlm_bundle& bundle_of(dlm_session& session);
 std::string& text_of(dlm_session& session);
-dlm_status guarded_call(dlm_session* session, void (*body)(void* user), void* user) noexcept;  // a call of it, with its last error
+dlm_status guarded_call(dlm_session* session, void (*body)(void* user), void* user);  // a call of it, with its last error
 
 template <typename Body>
-dlm_status guarded_call(dlm_session* session, Body body) noexcept {
+dlm_status guarded_call(dlm_session* session, Body body) {
   return guarded_call(session, [](void* self) { (*static_cast<Body*>(self))(); }, &body);
 }
 

@@ -106,10 +106,10 @@ dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_generate_opt
   return dlm::guarded(message, message_capacity, [&] {
     dlm::require(job, "job");
     dlm::require(scheduler, "scheduler");
-    const dlm_generate_options chosen = dlm::take_options(options);
+    const dlm_bundle& bundle = scheduler->bundle;
+    const dlm_generate_options chosen = dlm::take_options(bundle, options);
     if (chosen.policies != nullptr)
       dlm::fail(DLM_INVALID_ARGUMENT, "policies must be NULL: a request that is handed in has one policy");
-    const dlm_bundle& bundle = scheduler->bundle;
     dlm::Limits limits{chosen.max_steps, {}, chosen.on_step, chosen.user};
     if (chosen.deadline_ms > 0) limits.deadline = dlm::deadline_of(chosen);
     const dlm::Policy policy = dlm::choose_policy(bundle, chosen.policy);
@@ -124,9 +124,7 @@ dlm_status dlm_scheduler_run(dlm_scheduler* scheduler, int32_t until_idle, dlm_b
                              size_t message_capacity) {
   return dlm::guarded(message, message_capacity, [&] {
     dlm::require(scheduler, "scheduler");
-    scheduler->scheduler.run(until_idle != 0, [&] {
-      if (before_pass != nullptr && before_pass(user) != 0) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
-    });
+    scheduler->scheduler.run(until_idle != 0, [&] { return before_pass == nullptr || before_pass(user) == 0; });
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include "c_api.h"
 #include "chat.h"
+#include "error.h"
 #include "sized.h"
 #include "text.h"
 
@@ -39,7 +40,7 @@ const dlm_text& text_of(dlm_bundle& bundle) {
   return bundle.text;
 }
 
-std::string render(const dlm_text& text, const dlm_message* messages, size_t count) {
+dlm::RenderedChat render(const dlm_text& text, const dlm_message* messages, size_t count) {
   if (count > 0) require(messages, "messages");
   std::vector<dlm::ChatMessage> chat;
   for (size_t i = 0; i < count; ++i) {
@@ -49,14 +50,20 @@ std::string render(const dlm_text& text, const dlm_message* messages, size_t cou
   return dlm::render_chat(text.text->file(), chat);
 }
 
+std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count, bool special_tokens) {
+  const dlm::RenderedChat chat = render(text, messages, count);
+  std::vector<int32_t> found;
+  if (special_tokens) text.text->encode(chat.text, {false, true}, found);
+  else text.text->encode_chat(chat, found);
+  return found;
+}
+
 // A request from text to text: its tokens, and what of its canvas was told as text so far.
 class Generating {
  public:
   Generating(dlm_session& session, const dlm_generate_options* options, dlm_text_fn on_text, void* user)
       : session_(session), on_text_(on_text), user_(user), decoder_(text_of(dlm::bundle_of(session)).text) {
-    require(options, "options");
-    dlm_generate_options_init(&options_);
-    options_ = dlm::take(*options, options_);
+    options_ = dlm::take_options(dlm::bundle_of(session), options);
     on_step_ = options_.on_step;
     step_user_ = options_.user;
     options_.on_step = [](void* self, const dlm_step* step) { return static_cast<Generating*>(self)->on_step(*step); };
@@ -65,8 +72,10 @@ class Generating {
     dlm::text_of(session).clear();
   }
 
-  void encode(std::string_view prompt, bool is_prompt) {
-    text_of(dlm::bundle_of(session_)).text->encode(prompt, is_prompt, tokens_);
+  bool special_tokens() const { return options_.special_tokens != 0; }
+
+  void take(std::vector<int32_t> given) {
+    tokens_ = std::move(given);
     given_ = tokens_.size();
     const dlm::Denoiser& denoiser = dlm::bundle_of(session_).manifest.denoiser;
     const auto room = std::clamp(options_.max_new_tokens, 0, denoiser.max_canvas_length);  // dlm_session_generate says what is wrong
@@ -125,10 +134,10 @@ class Generating {
   bool is_edited_ = false, is_ended_ = false;
 };
 
-// `prompt_of` makes the text that is encoded.
-template <class PromptOf>
-dlm_status generate(dlm_session* session, const dlm_generate_options* options, bool is_prompt, PromptOf prompt_of, dlm_text_fn on_text,
-                    void* user, const char** text, size_t* size) noexcept {
+// `encode` makes the tokens of the prompt, from the text file and whether special tokens are recognised in the request's text.
+template <class EncodePrompt>
+dlm_status generate(dlm_session* session, const dlm_generate_options* options, EncodePrompt encode, dlm_text_fn on_text, void* user,
+                    const char** text, size_t* size) {
   if (text != nullptr) *text = nullptr;
   if (size != nullptr) *size = 0;
   std::unique_ptr<Generating> generating;
@@ -136,7 +145,7 @@ dlm_status generate(dlm_session* session, const dlm_generate_options* options, b
     require(text, "text");
     require(size, "size");
     generating = std::make_unique<Generating>(*session, options, on_text, user);
-    generating->encode(prompt_of(text_of(dlm::bundle_of(*session))), is_prompt);
+    generating->take(encode(text_of(dlm::bundle_of(*session)), generating->special_tokens()));
   });
   if (status == DLM_OK) status = generating->run();
   if (status == DLM_OK) status = dlm::guarded_call(session, [&] { generating->finish(); });
@@ -168,15 +177,18 @@ dlm_status dlm_text_read(const void* data, size_t size, char* message, size_t me
 
 void dlm_text_destroy(dlm_text* text) { delete text; }
 
-dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size, int32_t is_prompt, char* message,
+dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size, int32_t flags, char* message,
                            size_t message_capacity, int32_t* tokens, size_t capacity, size_t* count) {
   if (count != nullptr) *count = 0;
   return guarded(message, message_capacity, [&] {
     require(text, "text");
     require(count, "count");
     if (capacity > 0) require(tokens, "tokens");
+    constexpr int32_t known = DLM_ENCODE_PROMPT | DLM_ENCODE_SPECIAL;
+    if ((flags & ~known) != 0) dlm::fail(DLM_INVALID_ARGUMENT, "flags = %d has others than DLM_ENCODE_PROMPT and DLM_ENCODE_SPECIAL", flags);
     std::vector<int32_t> found;
-    text->text->encode(view_of(string, size, "string"), is_prompt != 0, found);
+    const dlm::Encode how{(flags & DLM_ENCODE_PROMPT) != 0, (flags & DLM_ENCODE_SPECIAL) != 0};
+    text->text->encode(view_of(string, size, "string"), how, found);
     give(found.data(), found.size(), tokens, capacity, count);
   });
 }
@@ -229,19 +241,38 @@ dlm_status dlm_chat_render(const dlm_text* text, const dlm_message* messages, si
     require(text, "text");
     require(size, "size");
     if (capacity > 0) require(string, "string");
-    const std::string found = render(*text, messages, message_count);
+    const std::string found = render(*text, messages, message_count).text;
     give(found.data(), found.size(), string, capacity, size);
+  });
+}
+
+dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* messages, size_t message_count, int32_t flags, char* message,
+                           size_t message_capacity, int32_t* tokens, size_t capacity, size_t* count) {
+  if (count != nullptr) *count = 0;
+  return guarded(message, message_capacity, [&] {
+    require(text, "text");
+    require(count, "count");
+    if (capacity > 0) require(tokens, "tokens");
+    if ((flags & ~DLM_ENCODE_SPECIAL) != 0) dlm::fail(DLM_INVALID_ARGUMENT, "flags = %d has others than DLM_ENCODE_SPECIAL", flags);
+    const std::vector<int32_t> found = encode_chat(*text, messages, message_count, flags != 0);
+    give(found.data(), found.size(), tokens, capacity, count);
   });
 }
 
 dlm_status dlm_generate_text(dlm_session* session, const dlm_generate_options* options, const char* prompt, size_t prompt_size,
                              dlm_text_fn on_text, void* user, const char** text, size_t* size) {
-  const auto given = [&](const dlm_text&) { return view_of(prompt, prompt_size, "prompt"); };
-  return generate(session, options, true, given, on_text, user, text, size);
+  const auto encode = [&](const dlm_text& text_file, bool special_tokens) {
+    std::vector<int32_t> found;
+    text_file.text->encode(view_of(prompt, prompt_size, "prompt"), {true, special_tokens}, found);
+    return found;
+  };
+  return generate(session, options, encode, on_text, user, text, size);
 }
 
 dlm_status dlm_generate_chat(dlm_session* session, const dlm_generate_options* options, const dlm_message* messages,
                              size_t message_count, dlm_text_fn on_text, void* user, const char** text, size_t* size) {
-  const auto rendered = [&](const dlm_text& text_file) { return render(text_file, messages, message_count); };
-  return generate(session, options, false, rendered, on_text, user, text, size);
+  const auto encode = [&](const dlm_text& text_file, bool special_tokens) {
+    return encode_chat(text_file, messages, message_count, special_tokens);
+  };
+  return generate(session, options, encode, on_text, user, text, size);
 }

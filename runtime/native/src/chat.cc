@@ -64,26 +64,29 @@ std::string_view content_of(const TextFile& file, const std::string& where, size
 
 }  // namespace
 
-std::string render_chat(const TextFile& file, const std::vector<ChatMessage>& messages) {
+RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages) {
   if (file.roles.size == 0)
     fail(DLM_UNSUPPORTED, "this bundle holds no compiled chat: %s. Give a prompt or tokens instead, or the chat in Python, which runs any template",
          file.chat_strings.size() > 0 ? std::string(file.chat_strings[0]).c_str() : "it has no chat template");
   if (messages.empty()) fail(DLM_INVALID_ARGUMENT, "the chat has no messages");
-  std::string out;
+  RenderedChat out;
   size_t before = 0;
   for (size_t i = 0; i < messages.size(); ++i) {
     const std::string where = "message " + std::to_string(i);
     const size_t role = role_of(file, where, messages[i].role, i == 0), context = 2 * role + (i + 1 == messages.size() ? 1 : 0);
     const int32_t gap = file.chat_gaps[before * 2 * file.roles.size + context];
     if (gap < 0) refuse(where, "the chat template has no such order of roles, or looks further than to the message before");
-    out += file.chat_strings[static_cast<size_t>(gap)];
-    out += content_of(file, where, context, messages[i].content);
-    if (out.size() > kMostBytes) fail(DLM_INVALID_ARGUMENT, "%s: the chat is longer than %zu bytes", where.c_str(), kMostBytes);
+    out.text += file.chat_strings[static_cast<size_t>(gap)];
+    const size_t first = out.text.size();
+    out.text += content_of(file, where, context, messages[i].content);
+    if (first < out.text.size()) out.contents.emplace_back(first, out.text.size());
+    if (out.text.size() > kMostBytes) fail(DLM_INVALID_ARGUMENT, "%s: the chat is longer than %zu bytes", where.c_str(), kMostBytes);
     before = role + 1;
   }
   const int32_t end = file.chat_ends[before - 1];
   if (end < 0) refuse("message " + std::to_string(messages.size() - 1), "the chat template lets nobody answer such a message");
-  return out.append(file.chat_strings[static_cast<size_t>(end)]);
+  out.text += file.chat_strings[static_cast<size_t>(end)];
+  return out;
 }
 
 }  // namespace dlm

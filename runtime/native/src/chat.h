@@ -5,6 +5,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "text_file.h"
@@ -15,8 +16,13 @@ struct ChatMessage {
   std::string_view role, content;  // UTF-8
 };
 
+struct RenderedChat {
+  std::string text;
+  std::vector<std::pair<size_t, size_t>> contents;  // [first, last) bytes of each content that is not empty; ascending
+};
+
 // Throws Error(DLM_INVALID_ARGUMENT) for a role that there is none of, and Error(DLM_UNSUPPORTED) for a conversation whose text is
 // not known, or not put together from its messages alone.
-std::string render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
+RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -10,22 +10,7 @@
 namespace dlm {
 namespace {
 
-// Whether a token leads from a state to two. Looked at where a request is lost already: a file is read without, as it may take long.
-bool is_ambiguous(const Automaton& automaton) {
-  std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);  // by class the last state that leads on by it
-  for (int32_t state = 0; state < automaton.states; ++state)
-    for (int32_t edge = automaton.edge_starts[static_cast<size_t>(state)]; edge < automaton.edge_starts[static_cast<size_t>(state) + 1]; ++edge) {
-      const auto group = static_cast<size_t>(automaton.edge_groups[static_cast<size_t>(edge)]);
-      for (int32_t member = automaton.group_starts[group]; member < automaton.group_starts[group + 1]; ++member)
-        if (std::exchange(seen[static_cast<size_t>(automaton.group_classes[static_cast<size_t>(member)])], state) == state) return true;
-    }
-  return false;
-}
-
-[[noreturn]] void refuse_without_text(const Automaton& automaton, int32_t position) {
-  if (is_ambiguous(automaton))
-    fail(DLM_BAD_BUNDLE, "the constraint leads by one token to two states, so that its text is lost at position %d: compile it again",
-         position);
+[[noreturn]] void refuse_without_text(int32_t position) {
   fail(DLM_INTERNAL, "the constraint has no text up to position %d", position);
 }
 
@@ -117,7 +102,7 @@ void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<u
     is_found = viterbi_.solve(state, places_, ends, path_);
   }
   if (!is_found)
-    refuse_without_text(*automaton_, turn.positions.back());
+    refuse_without_text(turn.positions.back());
   if (!scores_texts(turn)) return;
   if (policy_.score_of == ScoreOf::marginal) texts_.sum(state, places_, ends, predicted);
   texts_.find_marginals(path_, policy_.score != Score::confidence, marginals_);
@@ -152,7 +137,7 @@ void Constrained::complete(const std::vector<int32_t>& canvas, const std::vector
   }
   const std::vector<uint8_t> ends = viterbi_.ways().reaching({}, 0);
   if (!viterbi_.solve(state_before(first, canvas), places_, ends, path_))
-    refuse_without_text(*automaton_, range_.last - 1);
+    refuse_without_text(range_.last - 1);
   std::copy(path_.begin(), path_.end(), guess.begin() + first);
 }
 
@@ -171,7 +156,7 @@ int32_t Constrained::state_before(int32_t position, const std::vector<int32_t>& 
   while (static_cast<int32_t>(states_.size()) <= position - range_.first) {
     const auto at = static_cast<size_t>(range_.first) + states_.size() - 1;
     states_.push_back(automaton_->next(states_.back(), canvas[at]));
-    if (states_.back() < 0) refuse_without_text(*automaton_, static_cast<int32_t>(at));
+    if (states_.back() < 0) refuse_without_text(static_cast<int32_t>(at));
   }
   return states_[static_cast<size_t>(position - range_.first)];
 }

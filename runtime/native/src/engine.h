@@ -17,6 +17,8 @@
 
 namespace dlm {
 
+struct Denoiser;
+
 // A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch; a row that has a scale has it behind.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
@@ -172,7 +174,8 @@ std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::stri
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, CacheShape cache);
+// A row whose logits hold NaN or +infinity gets a probability of NaN, as other engines compute it, so that its request ends.
+std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
 // For bundles that are opened to be looked at: every pass is refused with Error(DLM_UNSUPPORTED).
 std::unique_ptr<Engine> make_none(CacheShape cache);

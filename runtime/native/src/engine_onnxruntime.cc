@@ -5,6 +5,7 @@
 // opened, and every output is bound to a buffer of exactly the shape that the pass asks for, so that the library refuses
 // to write anything else.
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -48,7 +49,7 @@ struct Library {
 LibrarySearch where_to_look() {
   // The name that the project gives it, the development link, then Debian's names, which carry the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
-  for (int minor = 40; minor >= 20; --minor) names.push_back("libonnxruntime.so.1." + std::to_string(minor));
+  for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor) names.push_back("libonnxruntime.so.1." + std::to_string(minor));
   return {"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice};
 }
 
@@ -69,13 +70,13 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
   const long minor = *point == '.' ? std::strtol(point + 1, nullptr, 10) : 0;
-  const uint32_t least = provider.is_gpu() ? ort::kPlacementVersion : ort::kApiVersion;
+  const uint32_t least = provider.is_gpu() ? ort::kPlacementVersion : ort::kOpsetVersion;
   const bool is_new_enough = major > 1 || (major == 1 && minor >= long{least});
-  const void* const table = is_new_enough ? base->get_api(least) : nullptr;
+  const void* const table = is_new_enough ? base->get_api(provider.is_gpu() ? least : ort::kApiVersion) : nullptr;
   if (table == nullptr) {
     const std::string needed = "1." + std::to_string(least) + " or newer is needed";
     throw Error(DLM_ENGINE_MISSING, name + " is ONNX Runtime " + version + ", and " + needed +
-                                        (provider.is_gpu() ? " for provider \"" + provider.name + "\"" : "") + ". " +
+                                        (provider.is_gpu() ? " for provider \"" + provider.name + "\"" : ", for opset 23") + ". " +
                                         (provider.is_gpu() ? kGpuAdvice : kAdvice));
   }
   return {ort::Api(table), version};
@@ -285,6 +286,13 @@ class OnnxRuntime final : public HostEngine {
   }
 
   void check_session(OrtStatus* reported) {
+    if (reported != nullptr && access("/proc/self/fd", F_OK) != 0) {
+      const std::string said = one_line(api().call<ort::GetErrorMessage>(reported));
+      api().call<ort::ReleaseStatus>(reported);
+      throw Error(DLM_ENGINE_FAILED, path_ + ": ONNX Runtime " + library_.version +
+                                         " reads weights through /proc, which is not mounted here. Mount it: `mount -t proc proc "
+                                         "/proc`, in a chroot or container before the program starts. (" + said + ")");
+    }
     check(api(), reported, path_ + ": onnxruntime " + library_.version, load_failure(api(), reported));
   }
 

@@ -16,8 +16,8 @@ namespace dlm {
 // Guided rows, with the candidates and entropies that an engine would give of them.
 class Guided {
  public:
-  // Of `rows` rows: what a pass predicted with the prompt, and the logits [rows, V] without it. What a row with a logit that is
-  // not finite predicts is not finite.
+  // Of `rows` rows: what a pass predicted with the prompt, and the logits [rows, V] without it. A row with a logit of NaN
+  // or +infinity, or with -infinity alone, gets probabilities of NaN.
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional, const float* unconditional,
                     size_t rows);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "error.h"
 
@@ -108,6 +109,17 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   }
 }
 
+namespace {
+
+// ln of the best token's probability minus ln of another one's. A probability that underflows counts as the smallest double, so
+// that the loss is finite: at most 745 nats.
+double log_prob_loss(double best, double prob) {
+  constexpr double least = std::numeric_limits<double>::denorm_min();
+  return std::max(0.0, std::log(std::max(best, least)) - std::log(std::max(prob, least)));
+}
+
+}  // namespace
+
 Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy, std::vector<int32_t> canvas,
                  std::vector<uint8_t> undecided, int32_t steps, std::string name, std::unique_ptr<Proposer> proposer)
     : denoiser_(denoiser),
@@ -115,7 +127,8 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       name_(std::move(name)),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)),
-      proposer_(proposer != nullptr ? std::move(proposer) : make_proposer(denoiser, policy_)) {
+      is_constrained_(proposer != nullptr),
+      proposer_(is_constrained_ ? std::move(proposer) : make_proposer(denoiser, policy_)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
@@ -134,6 +147,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
   log_probs_.assign(canvas_.size(), std::numeric_limits<float>::quiet_NaN());
+  if (is_constrained_) losses_.assign(canvas_.size(), 0);
   scaffold({0, static_cast<int32_t>(canvas_.size())});
   if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
   settle();
@@ -220,7 +234,7 @@ void Request::step(const Predictions& predictions, Buffers& buffers) {
   ++(is_editing_ ? edits_ : step_);
   view_start_ = stage().block.first;
   view_end_ = stage().block.last;
-  settle();
+  settle(&predictions);
 }
 
 void Request::propose(const Predictions& predictions, Proposals& proposals) {
@@ -240,6 +254,8 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   proposer_->propose(turn(), predictions, proposals);
   for (size_t row = 0; row < positions_.size(); ++row)
     check(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
+  for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
+    proposals.losses[row] = log_prob_loss(predictions.probs[row * static_cast<size_t>(denoiser_.top_k)], proposals.probs[row]);
   // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening one has the row before the
   // block, which predicts its first position: that position is taken as sure there, so that it commits.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
@@ -286,19 +302,22 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
 }
 
 void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
+  // A constraint may force a token whose probability rounds to 0. Its logarithm stays finite: sums of it do, and JSON has no infinity.
+  constexpr double least = std::numeric_limits<double>::denorm_min();
   for (const int32_t number : chosen) {
     const auto row = static_cast<size_t>(number);
-    take(positions_[row], proposals.tokens[row], std::log(proposals.probs[row]));
+    take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)), proposals.losses[row]);
   }
   committed_ = static_cast<int32_t>(chosen.size());
 }
 
-void Request::take(int32_t position, int32_t token, double log_prob) {
+void Request::take(int32_t position, int32_t token, double log_prob, double loss) {
   const auto at = static_cast<size_t>(position);
   canvas_[at] = token;
   if (guidance() > 0) unconditional_[at] = token;
   undecided_[at] = 0;
   log_probs_[at] = static_cast<float>(log_prob);
+  if (is_constrained_) losses_[at] = loss;
   guess_[at] = -1;
   score_[at] = 0;
   proposer_->note(position, token);
@@ -324,7 +343,7 @@ void Request::drop() noexcept {
 }
 
 Outcome Request::outcome() const {
-  Outcome found{finish_, nfe_, 0, 0, log_probs_, undecided_};
+  Outcome found{finish_, nfe_, 0, 0, log_probs_, undecided_, std::accumulate(losses_.begin(), losses_.end(), 0.0)};
   bool is_ended = false;
   for (size_t at = 0; at < canvas_.size(); ++at) {
     is_ended = is_ended || (!is_given_[at] && is_end(canvas_[at]));
@@ -340,18 +359,29 @@ bool Request::is_end(int32_t token) const {
   return std::find(eos.begin(), eos.end(), token) != eos.end();
 }
 
-void Request::scaffold(Range range) {
+void Request::scaffold(Range range, const Predictions* predictions) {
   certain_.clear();
   proposer_->scaffold(canvas_, undecided_, range, certain_);
-  for (const Certain& certain : certain_) take(certain.position, certain.token, 0);
+  for (const Certain& certain : certain_) take(certain.position, certain.token, 0, loss_of(certain, predictions));
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// Goes on to the stage that has a pass to make.
-void Request::settle() {
+// The loss of a token that needs no pass, by the last pass's predictions; 0 if that pass did not score its position.
+double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
+  const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
+  if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
+  if (found == positions_.end() || *found != certain.position) return 0;
+  const auto row = static_cast<size_t>(found - positions_.begin()), best = row * static_cast<size_t>(denoiser_.top_k);
+  const float* const logits = predictions->logits + row * static_cast<size_t>(denoiser_.vocab_size);
+  const float prob = predictions->probs[best];
+  return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
+}
+
+// Goes on to the stage that has a pass to make. predictions: of the pass that was made just now, if one was.
+void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();
-    scaffold(now.block);
+    scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
     // A pass that opens a block or a sub-block is for that alone, unless the next one's reaches back no farther than to it.

@@ -56,6 +56,7 @@ struct Outcome {
   int32_t nfe, prompt_tokens, completion_tokens;
   std::vector<float> log_probs;    // by position; NaN where no token was committed
   std::vector<uint8_t> undecided;  // by position, 1 or 0
+  double constraint_log_prob_loss = 0;  // nats: the sum over positions that were decided under a constraint
 };
 
 // A request's canvas: which of its positions passes score, and what commits of what its proposer makes of them. It makes no passes
@@ -114,10 +115,11 @@ class Request {
   void edit(const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
   void take(const Proposals& proposals, const std::vector<int32_t>& chosen);
-  void take(int32_t position, int32_t token, double log_prob);
+  void take(int32_t position, int32_t token, double log_prob, double loss = 0);
   bool is_end(int32_t token) const;
-  void scaffold(Range range);
-  void settle();
+  double loss_of(const Certain& certain, const Predictions* predictions) const;
+  void scaffold(Range range, const Predictions* predictions = nullptr);
+  void settle(const Predictions* predictions = nullptr);
   bool end_early(Range block);
 
   const Denoiser& denoiser_;
@@ -133,9 +135,11 @@ class Request {
   int32_t edits_ = 0;                          // passes over its full block
   int32_t nfe_ = 0;
   std::vector<int32_t> positions_;  // what find_positions found
+  bool is_constrained_;
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
+  std::vector<double> losses_;  // by position, see Proposals::losses; empty without a constraint
   Finish finish_ = Finish::none;  // of a request that was ended
   std::vector<Certain> certain_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;

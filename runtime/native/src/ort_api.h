@@ -32,8 +32,10 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The oldest version whose table we ask for: libraries from 1.20 on give it, newer ones with more slots behind.
+// The version of the table that we ask for. Libraries from 1.20 on have it.
 constexpr uint32_t kApiVersion = 20;
+// The oldest that runs graphs of opset 23, which all bundles hold.
+constexpr uint32_t kOpsetVersion = 23;
 // The oldest that says which provider runs which node, without which none but the CPU's is used.
 constexpr uint32_t kPlacementVersion = 24;
 

@@ -109,7 +109,7 @@ struct Choices<ScoreOf> {
   NUMBER(factor, double, 1, 0, 1e9)                  \
   NUMBER(entropy_bound, double, 0.1, 0, 1e9)         \
   NUMBER(timestep_eps, double, 1e-3, 1e-9, 1)        \
-  NUMBER(temperature, double, 0, 0, 1000)            \
+  NUMBER(temperature, double, 0, 0, 1e300)           \
   NUMBER(seed, uint64_t, 0, 0, UINT64_MAX)           \
   CHOICE(store, Store)                               \
   NUMBER(sub_block_length, int32_t, 0, 0, 1 << 24)   \

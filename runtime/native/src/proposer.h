@@ -46,8 +46,9 @@ struct Proposals {
   std::vector<int32_t> tokens;  // never the mask token
   std::vector<double> scores;   // higher is surer: in 0..1, or where the policy's score is an entropy at most 0
   std::vector<double> probs;    // of the tokens, in the softmax of what the denoiser said
+  std::vector<double> losses;   // ln p of the row's best token minus ln p of the proposed one, filled by the loop: what a constraint costs
 
-  void resize(size_t rows) { tokens.resize(rows), scores.resize(rows), probs.resize(rows); }
+  void resize(size_t rows) { tokens.resize(rows), scores.resize(rows), probs.resize(rows), losses.assign(rows, 0); }
 };
 
 // A token that no pass has to be asked for.

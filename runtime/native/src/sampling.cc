@@ -23,6 +23,12 @@ float exp_bound(float power) {
   return bound * 1.001f + 1e-37f;
 }
 
+// Descending logits, then ascending ids.
+struct IsBefore {
+  const float* logits;
+  bool operator()(int32_t a, int32_t b) const { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); }
+};
+
 struct Best {
   int32_t token;
   bool is_finite;  // no logit is NaN or infinitely large, and one is more than infinitely small
@@ -85,11 +91,13 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
 // As see, a few at a time.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best, double temperature) {
   constexpr int32_t kSome = 128;
-  const auto slope = static_cast<float>(std::min(kLog2E / temperature, 1e30));
+  // Halves, because the difference of two finite floats can overflow. A slope of 0 makes NaN only of -inf, and its bound is 0.
+  const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
+  const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
   for (int32_t from = first / 2 * 2; from < last; from += kSome) {
     const int32_t count = std::min(kSome, last - from), skipped = std::max(0, first - from);
-    for (int32_t i = skipped; i < count; ++i) weights[static_cast<size_t>(i)] = exp_bound((logits[from + i] - best) * slope);
+    for (int32_t i = skipped; i < count; ++i) weights[static_cast<size_t>(i)] = exp_bound((0.5f * logits[from + i] - half_best) * slope);
     find_spare(from, count, spare.data());
     const auto scale = static_cast<float>(std::min(scale_ * 1.0001, 1e30));
     for (int32_t i = skipped; i < count; ++i) {
@@ -127,9 +135,17 @@ void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_
 }
 
 Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling) {
-  const int32_t best = find_best(logits, vocab_size, left_out).token;
+  const auto [best, is_finite] = find_best(logits, vocab_size, left_out);
+  if (!is_finite) return {};
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
+  if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
+    // The others of the top_k best tokens are too unlikely for a draw from the whole row; a constraint may need them.
+    kept_.clear();
+    for (int32_t token = 0; token < vocab_size; ++token)
+      if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity()) kept_.push_back(token);
+    keep_best(logits, sampling.top_k);
+  }
   Cut last{logits[best], best};
   for (const int32_t token : kept_)
     if (!last.keeps(logits[token], token)) last = {logits[token], token};
@@ -169,6 +185,14 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out, co
   return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum, product / sum - std::log(sum)};
 }
 
+// Leaves the top_k best tokens in kept_; 0: all.
+void Sampler::keep_best(const float* logits, int32_t top_k) {
+  const auto count = static_cast<size_t>(top_k);
+  if (count == 0 || count >= kept_.size()) return;
+  std::nth_element(kept_.begin(), kept_.begin() + top_k, kept_.end(), IsBefore{logits});
+  kept_.resize(count);
+}
+
 // Finds what is kept in linear time, by halving the part in which the cut must lie.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
@@ -176,12 +200,9 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least) kept_.push_back(static_cast<int32_t>(token));
-  const auto is_before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
+  const IsBefore is_before{logits};
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
-  if (sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < kept_.size()) {
-    std::nth_element(kept_.begin(), at(static_cast<size_t>(sampling.top_k)), kept_.end(), is_before);
-    kept_.resize(static_cast<size_t>(sampling.top_k));
-  }
+  keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
   // The token of rank `first` is kept, and those from `last` on are not; `before` weigh those in front of `first`.
   size_t first = 0, last = kept_.size();

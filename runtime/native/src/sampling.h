@@ -79,7 +79,7 @@ class Sampler {
   // What is not told is of no meaning where it is finite.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling, const DrawKey& key, Told told);
 
-  // Where top_k and top_p cut such a row.
+  // Where top_k and top_p cut such a row. A row without finite logits, or with NaN, is not cut.
   Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
@@ -96,6 +96,7 @@ class Sampler {
 
   void temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out);
   void cut(const float* logits, const Sampling& sampling);
+  void keep_best(const float* logits, int32_t top_k);
 
   std::vector<double> weights_;  // [V], exp((l - best) / T)
   double total_ = 0;             // of these

@@ -4,29 +4,12 @@
 #include <exception>
 #include <new>
 #include <numeric>
-#include <tuple>
 #include <utility>
 
 #include "sentence.h"
 
 namespace dlm {
 namespace {
-
-// What is being thrown, as a status and its sentence; without memory for that, the lack of it.
-std::pair<dlm_status, std::string> thrown() noexcept {
-  try {
-    try {
-      throw;
-    } catch (const Error& error) {
-      return {error.status(), error.what()};
-    } catch (const std::bad_alloc&) {
-    } catch (const std::exception& error) {
-      return {DLM_INTERNAL, error.what()};
-    }
-  } catch (...) {
-  }
-  return {DLM_OUT_OF_MEMORY, "out of memory"};  // so few letters that a string takes none for them
-}
 
 int64_t rows_needed(const Request& request) {
   const std::vector<int32_t> rows = Member::rows_of(request);
@@ -60,11 +43,7 @@ Scheduler::Scheduler(const Denoiser& denoiser, Engine& engine, const Options& op
 Scheduler::~Scheduler() {
   for (Jobs* const jobs : {&waiting_, &running_}) {
     for (const std::shared_ptr<Job>& job : *jobs) {
-      try {
-        job->end(Finish::cancelled);
-      } catch (...) {
-        fail_with_thrown(*job);
-      }
+      end(*job, Finish::cancelled);
       finish(*job);
     }
   }
@@ -74,12 +53,13 @@ std::shared_ptr<Job> Scheduler::submit(Request request, const Limits& limits) {
   const int64_t rows = rows_needed(request);
   if (rows > options_.rows)
     fail(DLM_INVALID_ARGUMENT,
-         "this request keeps the keys and values of %lld tokens, and the scheduler has room for %lld: give it more cache_bytes, or "
-         "choose a shorter canvas or cache = \"none\"",
-         static_cast<long long>(rows), static_cast<long long>(options_.rows));
+              "this request keeps the keys and values of %lld tokens, and the scheduler has room for %lld: give it more cache_bytes, "
+              "or choose a shorter canvas or cache = \"none\"",
+              static_cast<long long>(rows), static_cast<long long>(options_.rows));
   const auto job = std::make_shared<Job>(board_, std::move(request), limits);
   job->usual_ms_ = options_.cost.share(job->request().usual_load(options_.cost));
   const std::lock_guard<std::mutex> lock(board_->mutex);
+  if (failure_) throw Error(failure_->status, "the scheduler takes no more requests, as making passes failed: " + failure_->message);
   if (waiting_.size() >= static_cast<size_t>(options_.most_waiting)) {
     ++told_.refused;
     fail(DLM_BUSY, "%zu requests wait already, as many as may: hand this one in again later", waiting_.size());
@@ -90,7 +70,7 @@ std::shared_ptr<Job> Scheduler::submit(Request request, const Limits& limits) {
   return job;
 }
 
-void Scheduler::run(bool until_idle, const std::function<void()>& before_pass) {
+void Scheduler::run(bool until_idle, const std::function<bool()>& before_pass) {
   std::unique_lock<std::mutex> lock(board_->mutex);
   if (is_running_) fail(DLM_INVALID_ARGUMENT, "the scheduler is being run already: one thread makes the passes");
   struct Running {
@@ -103,22 +83,40 @@ void Scheduler::run(bool until_idle, const std::function<void()>& before_pass) {
     }
   } const guard{lock, is_running_, is_stopping_};
   is_running_ = true;
+  failure_.reset();
+  bool is_paused;
+  try {
+    is_paused = !make_passes(until_idle, before_pass, lock);
+  } catch (const ThreadExit&) {
+    throw;
+  } catch (...) {
+    if (lock.owns_lock()) lock.unlock();
+    fail_all_with_thrown();
+    throw;
+  }
+  if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
+}
+
+// The loop of run(), which holds the lock at its start and between passes. False: before_pass asked to stop.
+bool Scheduler::make_passes(bool until_idle, const std::function<bool()>& before_pass, std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
     lock.unlock();
     settle();
     if (!running_.empty()) {
-      before_pass();
+      if (!before_pass()) return false;
       settle();  // before_pass may have cancelled
     }
-    if (!running_.empty()) pass(choose());
+    if (!running_.empty())
+      if (const auto chosen = choose(); !chosen.empty()) pass(chosen);
     lock.lock();
     if (!waiting_.empty() || !running_.empty()) continue;
-    if (until_idle) return;
+    if (until_idle) return true;
     board_->changed.wait(lock, [&] { return is_stopping_ || !waiting_.empty(); });
   }
+  return true;
 }
 
-// Who may be done is, and who may begin does.
+// Ends the requests that must end, and starts those that can.
 void Scheduler::settle() {
   {
     const std::lock_guard<std::mutex> lock(board_->mutex);
@@ -134,15 +132,15 @@ void Scheduler::stop() {
   board_->changed.notify_all();
 }
 
-// Of all that are here: those that may take no more passes.
+// Ends the requests that were cancelled, are late or made as many passes as they may.
 void Scheduler::end_what_must() {
   const Clock::time_point now = Clock::now();
   for (Jobs* const jobs : {&waiting_, &running_}) {
     for (const std::shared_ptr<Job>& job : *jobs) {
       const Limits& limits = job->limits_;
-      if (job->is_cancelled_) job->end(Finish::cancelled);
-      else if (limits.max_steps > 0 && job->request().nfe() >= limits.max_steps) job->end(Finish::steps);
-      else if (limits.deadline && now >= *limits.deadline) job->end(Finish::deadline);
+      if (job->is_cancelled_) end(*job, Finish::cancelled);
+      else if (limits.max_steps > 0 && job->request().nfe() >= limits.max_steps) end(*job, Finish::steps);
+      else if (limits.deadline && now >= *limits.deadline) end(*job, Finish::deadline);
     }
   }
 }
@@ -159,19 +157,19 @@ bool Scheduler::has_room(const Job& job) const {
   return arena_ ? arena_->has_room(Member::rows_of(request)) : rows_taken_ + rows_needed(request) <= options_.rows;
 }
 
-// In the order of their coming: nobody is overtaken by one that needs less room.
+// Starts waiting requests, oldest first: a request never overtakes an older one that needs more room.
 void Scheduler::admit() {
-  while (!waiting_.empty() && has_room(*waiting_.front())) {
-    running_.splice(running_.end(), waiting_, waiting_.begin());
-    Job& job = *running_.back();
-    if (job.request().done()) continue;
+  while (!waiting_.empty()) {
+    Job& job = *waiting_.front();
     try {
-      start(job);
+      if (!has_room(job)) break;
+      if (!job.request().done()) start(job);
     } catch (...) {
       fail_with_thrown(job);
     }
+    running_.splice(running_.end(), waiting_, waiting_.begin());
   }
-  // What was cancelled, or is late, need not wait for its turn.
+  // Requests that ended while they waited.
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     const auto next = std::next(it);
     if ((*it)->request().done()) running_.splice(running_.end(), waiting_, it);
@@ -186,7 +184,7 @@ void Scheduler::start(Job& job) {
     return;
   }
   if (contexts_.empty()) contexts_.push_back(engine_.open_context(denoiser_.max_canvas_length));
-  contexts_.reserve(contexts_.size() + running_.size());  // all come back, which must not want memory
+  contexts_.reserve(contexts_.size() + running_.size());  // finish() puts each back, and must not allocate
   const int64_t rows = rows_needed(*job.request_);
   std::vector<Request> one;
   one.push_back(std::move(*job.request_));
@@ -196,18 +194,66 @@ void Scheduler::start(Job& job) {
   rows_taken_ += job.rows_ = rows;
 }
 
-// It is done then, with what is being thrown.
-void Scheduler::fail_with_thrown(Job& job) noexcept {
-  std::tie(job.status_, job.message_) = thrown();
-  make_one_line(job.message_.data(), job.message_.size());
+// The current exception. Without memory for its message, the lack of memory.
+Scheduler::Failure Scheduler::thrown() noexcept {
   try {
-    job.end(Finish::cancelled);
+    try {
+      throw;
+    } catch (const Error& error) {
+      return {error.status(), error.what()};
+    } catch (const std::bad_alloc&) {
+    } catch (const std::exception& error) {
+      return {DLM_INTERNAL, error.what()};
+    } catch (...) {
+      return {DLM_INTERNAL, kForeign};
+    }
   } catch (...) {
-    job.drop();  // whoever waits is told, if nothing else
+  }
+  return {DLM_OUT_OF_MEMORY, "out of memory"};  // short enough for std::string to store it without an allocation
+}
+
+// Ends a request with its current canvas; if that fails, with the error.
+void Scheduler::end(Job& job, Finish why) noexcept {
+  try {
+    job.end(why);
+  } catch (...) {
+    fail_with_thrown(job);
   }
 }
 
-// Takes what it had; its owner sees the results from now on.
+void Scheduler::fail_with_thrown(Job& job) noexcept { fail_job(job, thrown()); }
+
+void Scheduler::fail_job(Job& job, const Failure& failure) noexcept {
+  job.status_ = failure.status;
+  try {
+    job.message_ = failure.message;
+    make_one_line(job.message_.data(), job.message_.size());
+  } catch (...) {
+    job.message_.clear();  // the status has to do
+  }
+  try {
+    job.end(Finish::cancelled);
+  } catch (...) {
+    job.drop();
+  }
+}
+
+// Ends every request with the current exception, and keeps it for submit().
+void Scheduler::fail_all_with_thrown() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(board_->mutex);
+    failure_ = thrown();
+    running_.splice(running_.end(), waiting_);
+  }
+  while (!running_.empty()) {
+    const std::shared_ptr<Job> job = running_.front();
+    running_.pop_front();
+    fail_job(*job, *failure_);
+    finish(*job);
+  }
+}
+
+// Releases the resources of a request and wakes the threads that wait for it.
 void Scheduler::finish(Job& job) noexcept {
   job.member_.reset();
   if (job.context_) contexts_.push_back(std::move(job.context_));
@@ -215,7 +261,7 @@ void Scheduler::finish(Job& job) noexcept {
   try {
     job.outcome_ = job.request().outcome();
   } catch (...) {
-    fail_with_thrown(job);  // the memory for them is not there; whoever waits is told
+    fail_with_thrown(job);  // no memory for the results
   }
   const std::lock_guard<std::mutex> lock(board_->mutex);
   job.is_done_ = true;
@@ -236,7 +282,7 @@ void Scheduler::finish_done() {
   }
 }
 
-// Who takes part in the next pass: those first that have waited for one longest.
+// The requests of the next pass: those first that have waited longest for one. Empty if every request failed.
 std::vector<std::shared_ptr<Job>> Scheduler::choose() {
   std::vector<std::shared_ptr<Job>> order(running_.begin(), running_.end());
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) { return one->served_ < other->served_; });
@@ -245,9 +291,15 @@ std::vector<std::shared_ptr<Job>> Scheduler::choose() {
     return order;
   }
   std::vector<std::shared_ptr<Job>> chosen;
+  chosen.reserve(order.size());  // a request that was added to the pass must be chosen
   shared_.emplace(denoiser_, *arena_);
-  for (const std::shared_ptr<Job>& job : order)
-    if (shared_->add(*job->member_, {options_.most_tokens, most_ms(), options_.cost})) chosen.push_back(job);
+  for (const std::shared_ptr<Job>& job : order) {
+    try {
+      if (shared_->add(*job->member_, {options_.most_tokens, most_ms(), options_.cost})) chosen.push_back(job);
+    } catch (...) {
+      fail_with_thrown(*job);
+    }
+  }
   return chosen;
 }
 
@@ -277,9 +329,9 @@ void Scheduler::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   for (const std::shared_ptr<Job>& job : chosen) {
     if (job->limits_.on_step == nullptr || job->status_ != DLM_OK) continue;
     const dlm_step view = job->request().view();
-    if (job->limits_.on_step(job->limits_.user, &view) == 0) continue;
     try {
-      fail(DLM_CANCELLED, "a callback asked to stop after %d passes", view.nfe);
+      if (job->limits_.on_step(job->limits_.user, &view) != 0)
+        fail(DLM_CANCELLED, "a callback asked to stop after %d passes", view.nfe);
     } catch (...) {
       fail_with_thrown(*job);
     }

@@ -90,16 +90,20 @@ class Scheduler {
 
   // The denoiser and the engine must outlive it.
   Scheduler(const Denoiser& denoiser, Engine& engine, const Options& options);
-  // Nobody may be running it. What is not done is cancelled.
+  // Must not be called while a thread is in run(). Cancels the requests that are not done.
   ~Scheduler();
 
-  // From any thread. Throws Error(DLM_BUSY) if as many wait as may, Error(DLM_INVALID_ARGUMENT) if it could never run.
+  // From any thread. Throws Error(DLM_BUSY) if max_waiting requests wait, Error(DLM_INVALID_ARGUMENT) if the request could never run,
+  // and the error that ended the last call of run().
   std::shared_ptr<Job> submit(Request request, const Limits& limits);
 
-  // Makes passes until stop() is called or, until_idle, nothing is left to do. before_pass is called before each, and what it throws
-  // ends the call and leaves the requests as they are. Throws Error(DLM_INVALID_ARGUMENT) where it runs already.
-  void run(bool until_idle, const std::function<void()>& before_pass);
-  // Ends that call after the pass that is made, or the next one at once.
+  // Makes passes until stop() is called or, with until_idle, until no request is left. before_pass is called before each pass. If it
+  // returns false, the call throws Error(DLM_CANCELLED). The requests stay as they are for the next call.
+  //
+  // An error of one request ends that request alone. Any other error ends every request with its status and message, and is thrown;
+  // until the next call of run(), submit() throws it too. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in this call.
+  void run(bool until_idle, const std::function<bool()>& before_pass);
+  // Ends the current call of run() after its pass; without one, the next call returns at once.
   void stop();
 
   // Those who run it, or between runs.
@@ -111,6 +115,12 @@ class Scheduler {
  private:
   using Jobs = std::list<std::shared_ptr<Job>>;
 
+  // A status and its sentence.
+  struct Failure {
+    dlm_status status;
+    std::string message;
+  };
+
   double most_ms() const { return options_.most_ms / pace_; }  // by the cost
   void note_pace(double times);
   bool has_room(const Job& job) const;
@@ -118,7 +128,12 @@ class Scheduler {
   void end_what_must();
   void admit();
   void start(Job& job);
-  void fail_with_thrown(Job& job) noexcept;
+  bool make_passes(bool until_idle, const std::function<bool()>& before_pass, std::unique_lock<std::mutex>& lock);
+  static Failure thrown() noexcept;
+  static void end(Job& job, Finish why) noexcept;
+  static void fail_job(Job& job, const Failure& failure) noexcept;
+  static void fail_with_thrown(Job& job) noexcept;
+  void fail_all_with_thrown() noexcept;
   void finish(Job& job) noexcept;
   void finish_done();
   std::vector<std::shared_ptr<Job>> choose();
@@ -136,6 +151,7 @@ class Scheduler {
   Jobs waiting_, running_;  // in the order of their coming
   int64_t rows_taken_ = 0;
   bool is_running_ = false, is_stopping_ = false;
+  std::optional<Failure> failure_;  // that ended the last run; under the board's mutex
   uint64_t passes_ = 0;
   double pace_ = 1;  // how many times as long as the cost says passes take here and now, 1 at least
   dlm_stats stats_{};

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "chat.h"
 #include "text_file.h"
 
 namespace dlm {
@@ -34,6 +35,11 @@ class Index {
   size_t mask_ = 0;
 };
 
+struct Encode {
+  bool is_prompt = false;
+  bool special_tokens = false;  // whether text that spells a special token is that token
+};
+
 class Text {
  public:
   // Reads and checks a file; throws as read_text_file does.
@@ -41,12 +47,16 @@ class Text {
 
   const TextFile& file() const { return file_; }
 
-  // Appends the ids of a text; `is_prompt`: with what the tokenizer puts around it. Throws Error(DLM_INVALID_ARGUMENT) for what is
-  // no UTF-8.
-  void encode(std::string_view text, bool is_prompt, std::vector<int32_t>& out) const;
+  // Appends the ids of a text. `how.is_prompt` adds the tokens that the tokenizer puts around a prompt. Throws
+  // Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for text that gives a special token all the same where these are off.
+  void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
+  // The same for a rendered chat: special tokens are recognised in it, but not where they touch a message's content.
+  void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
   friend class Encoding;
+  bool is_special(int32_t token) const { return (file_.token_flags[static_cast<size_t>(token)] & TextFile::special) != 0; }
+
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;

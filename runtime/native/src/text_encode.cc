@@ -95,14 +95,18 @@ Text::Text(const void* data, size_t size, const std::string& where) : file_(read
   for (size_t i = 0; i < file_.added.size(); ++i) starts_added_[i < file_.raw_added ? 0 : 1][static_cast<uint8_t>(file_.added[i][0])] = 1;
 }
 
-// One call of Text::encode, and what it needs on the way.
+// The working state of one call of Text::encode or encode_chat.
 class Encoding {
  public:
-  Encoding(const Text& text, std::vector<int32_t>& out) : text_(text), file_(text.file_), out_(out) {}
+  // `chat`: where contents are in a rendered chat; nullptr for other text, in which special tokens are recognised or not.
+  Encoding(const Text& text, bool special_tokens, const RenderedChat* chat, std::vector<int32_t>& out)
+      : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
 
   void run(std::string_view whole) {
     split_added(whole, 0, [&](std::string_view given) {
       const std::string_view made = normalised(given);
+      piece_start_ = static_cast<size_t>(given.data() - whole.data()), piece_size_ = given.size();
+      is_changed_ = made.data() != given.data();
       split_added(made, 1, [&](std::string_view piece) { split(piece, 0); });
     });
   }
@@ -125,6 +129,7 @@ class Encoding {
         continue;
       }
       size_t start = at, end = at += file_.added[found].size();
+      if (text_.is_special(file_.added_ids[found]) && is_ordinary(stage, start, end)) continue;
       const int32_t flags = file_.added_flags[found];
       if ((flags & TextFile::strips_left) != 0) start = std::max(space_before(text.substr(0, start)), done);
       if ((flags & TextFile::strips_right) != 0) end += space_behind(text.substr(end));
@@ -133,6 +138,24 @@ class Encoding {
       done = end;
     }
     if (done < text.size()) piece(text.substr(done));
+  }
+
+  // True if a special token's text in [start, end) is ordinary text. As in tokenizers, no added token is then found within it.
+  bool is_ordinary(size_t stage, size_t start, size_t end) const {
+    if (chat_ == nullptr) return !special_tokens_;
+    if (stage == 0) return touches_content(start, end);
+    if (!is_changed_) return touches_content(piece_start_ + start, piece_start_ + end);
+    if (touches_content(piece_start_, piece_start_ + piece_size_))
+      fail(DLM_UNSUPPORTED, "%s: the chat has a special token in text that was normalised together with a message's content. "
+           "Give the chat's tokens, or the chat in Python", text_.where_.c_str());
+    return false;
+  }
+
+  bool touches_content(size_t start, size_t end) const {
+    const auto& contents = chat_->contents;
+    const auto is_before = [&](const std::pair<size_t, size_t>& each) { return each.second <= start; };
+    const auto found = std::partition_point(contents.begin(), contents.end(), is_before);
+    return found != contents.end() && found->first < end;
   }
 
   // The longest added text of [first, last) that `text` starts with; `last`: none.
@@ -216,7 +239,7 @@ class Encoding {
   // Byte pair encoding of one piece: the pair that was learned first is merged first, the leftmost among equals.
   void merge(std::string_view text) {
     const int32_t whole = text_.wholes_.find(hash_of(text), [&](int32_t token) { return file_.tokens[static_cast<size_t>(token)] == text; });
-    if (whole >= 0) return out_.push_back(whole);
+    if (whole >= 0) return put(whole);
     start_symbols(text);
     heap_.clear();
     const size_t count = symbols_.size();
@@ -237,7 +260,15 @@ class Encoding {
       offer(at, true);
       if (at > 0) offer(left.previous, true);
     }
-    for (size_t i = 0; i < count; i = symbols_[i].next) out_.push_back(symbols_[i].id);
+    for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
+  }
+
+  // A vocabulary may have a special token's text as an ordinary word too.
+  void put(int32_t id) {
+    if (!special_tokens_ && text_.is_special(id))
+      fail(DLM_INVALID_ARGUMENT, "the text has %s, which is a special token, and the vocabulary has no ordinary tokens for it: change "
+           "the text, or allow special tokens in it", json::quoted(file_.tokens[static_cast<size_t>(id)]).c_str());
+    out_.push_back(id);
   }
 
   void start_symbols(std::string_view text) {
@@ -278,13 +309,19 @@ class Encoding {
 
   const Text& text_;
   const TextFile& file_;
+  const bool special_tokens_;
+  const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
+  size_t piece_start_ = 0, piece_size_ = 0;  // of the text that is being normalised
+  bool is_changed_ = false;                  // whether normalising made another text of it
   std::string composed_, spaced_;
   std::vector<Symbol> symbols_;
   std::vector<uint64_t> heap_;
 };
 
-void Text::encode(std::string_view text, bool is_prompt, std::vector<int32_t>& out) const {
+namespace {
+
+void check(std::string_view text) {
   if (text.size() > kMostTextBytes)
     fail(DLM_INVALID_ARGUMENT, "a text of %zu bytes; at most %zu are encoded at once", text.size(), kMostTextBytes);
   if (!json::is_utf8(text)) {
@@ -292,9 +329,20 @@ void Text::encode(std::string_view text, bool is_prompt, std::vector<int32_t>& o
     for (Utf8Start start{}; (start = utf8_start(text.substr(at))).kind == Utf8Start::whole;) at += start.bytes;
     fail(DLM_INVALID_ARGUMENT, "the text is no UTF-8: byte %zu starts no whole character", at);
   }
-  if (is_prompt) out.insert(out.end(), file_.prefix.begin(), file_.prefix.end());
-  Encoding(*this, out).run(text);
-  if (is_prompt) out.insert(out.end(), file_.suffix.begin(), file_.suffix.end());
+}
+
+}  // namespace
+
+void Text::encode(std::string_view text, Encode how, std::vector<int32_t>& out) const {
+  check(text);
+  if (how.is_prompt) out.insert(out.end(), file_.prefix.begin(), file_.prefix.end());
+  Encoding(*this, how.special_tokens, nullptr, out).run(text);
+  if (how.is_prompt) out.insert(out.end(), file_.suffix.begin(), file_.suffix.end());
+}
+
+void Text::encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const {
+  check(chat.text);
+  Encoding(*this, false, &chat, out).run(chat.text);
 }
 
 }  // namespace dlm

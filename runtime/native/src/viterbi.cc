@@ -7,14 +7,14 @@
 #include <limits>
 #include <utility>
 
+#include "exact_sum.h"
+
 namespace dlm {
 namespace {
 
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-constexpr double kLeast = -1e30;  // of a token that the denoiser rules out: a text may need it all the same
-
 constexpr size_t kLanes = 8;      // as many maxima as there are loads under way at a time
 constexpr size_t kRun = 32;       // tokens of a row whose highest logit is held
 constexpr size_t kSections = 16;  // of a row: each has a token that reaches the bound
@@ -22,10 +22,26 @@ constexpr size_t kMany = 16;      // a row's highest tokens are looked for befor
 
 size_t at(int32_t index) { return static_cast<size_t>(index); }
 
+// -infinity for a token that the denoiser rules out.
 double weigh(const Place& place, int32_t token) {
   if (place.logits == nullptr) return place.best < 0 || token == place.best ? 0 : -1;
-  const double weight = static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best]);
-  return weight > kLeast ? weight : kLeast;
+  if (is_ruled_out(place.logits[token])) return kNever;
+  return static_cast<double>(place.logits[token]) - static_cast<double>(place.base());
+}
+
+ExactWeight weigh_exactly(const Place& place, int32_t token) {
+  if (place.logits == nullptr) return {0, ExactSum(place.best < 0 || token == place.best ? 0.0f : -1.0f)};
+  if (is_ruled_out(place.logits[token])) return {ExactWeight::kRuledOut, {}};
+  return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
+}
+
+// Whether a token is better than another at a place: by its logit, then by its id. Differences of logits may be rounded to the
+// same double, so they are not compared.
+bool is_better(const Place& place, int32_t token, int32_t other) {
+  if (place.logits != nullptr)
+    return place.logits[token] > place.logits[other] || (place.logits[token] == place.logits[other] && token < other);
+  const double weight = weigh(place, token), other_weight = weigh(place, other);
+  return weight > other_weight || (weight == other_weight && token < other);
 }
 
 // The highest of a run of logits; four at a time, as no compiler does by itself what NaN makes depend on the order.
@@ -90,7 +106,7 @@ void Viterbi::weigh_highest(const Place& place) {
       if (!(place.logits[i] >= bound) || automaton_.token_class[i] < 0) continue;
       Best& best = classes_[at(automaton_.token_class[i])];
       const auto token = static_cast<int32_t>(i);
-      if (best.place != place_ || place.logits[i] > place.logits[best.token]) best = {weigh(place, token), token, place_};
+      if (best.place != place_ || place.logits[i] > place.logits[best.token]) best = {token, place_};
     }
   };
   for (size_t run = 0; run < runs; ++run)
@@ -98,34 +114,33 @@ void Viterbi::weigh_highest(const Place& place) {
   see(runs * kRun, vocab_size);
 }
 
-const Viterbi::Best& Viterbi::weigh_class(const Place& place, int32_t number) {
+int32_t Viterbi::best_of_class(const Place& place, int32_t number) {
   Best& best = classes_[at(number)];
-  if (best.place == place_) return best;
+  if (best.place == place_) return best.token;
   const auto start = at(automaton_.class_starts[at(number)]), end = at(automaton_.class_starts[at(number) + 1]);
   if (place.logits != nullptr && looked_at_ != place_ && (looked_up_ += end - start) * kMany > at(automaton_.vocab_size)) {
     weigh_highest(place);
-    if (best.place == place_) return best;
+    if (best.place == place_) return best.token;
   }
   const int32_t token = place.logits == nullptr ? automaton_.class_tokens[start]
                                                 : find_best(place.logits, automaton_.class_tokens.data() + start, end - start);
-  return best = {weigh(place, token), token, place_};
+  best = {token, place_};
+  return token;
 }
 
-Viterbi::Weighed Viterbi::weigh_group(const Place& place, int32_t group) {
-  Weighed best{group, -1, kNever};
-  const auto see = [&](double weight, int32_t token) {
-    if (best.token < 0 || weight > best.weight || (weight == best.weight && token < best.token)) best = {group, token, weight};
+int32_t Viterbi::best_of_group(const Place& place, int32_t group) {
+  int32_t best = -1;
+  const auto see = [&](int32_t token) {
+    if (best < 0 || is_better(place, token, best)) best = token;
   };
   if (place.token >= 0) {
     for (const int32_t token : {place.token, place.other})
-      if (automaton_.has_token(group, token)) see(weigh(place, token), token);
+      if (automaton_.has_token(group, token)) see(token);
   } else if (automaton_.has_token(group, place.best)) {
-    see(weigh(place, place.best), place.best);
+    see(place.best);
   } else {
-    for (int32_t member = automaton_.group_starts[at(group)]; member < automaton_.group_starts[at(group) + 1]; ++member) {
-      const Best& found = weigh_class(place, automaton_.group_classes[at(member)]);
-      see(found.weight, found.token);
-    }
+    for (int32_t member = automaton_.group_starts[at(group)]; member < automaton_.group_starts[at(group) + 1]; ++member)
+      see(best_of_class(place, automaton_.group_classes[at(member)]));
   }
   return best;
 }
@@ -135,15 +150,16 @@ void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
   for (int32_t edge = automaton_.edge_starts[at(state)]; edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
     const int32_t group = automaton_.edge_groups[at(edge)];
     if (weights_[at(group)] != kUnknown || ahead_[at(automaton_.edge_states[at(edge)])] == kNever) continue;
-    layer.groups.push_back(weigh_group(place, group));
-    weights_[at(group)] = layer.groups.back().weight;
+    const int32_t token = best_of_group(place, group);
+    weights_[at(group)] = token < 0 ? kNever : weigh(place, token);
+    layer.groups.push_back({group, token, weights_[at(group)]});
   }
 }
 
 bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   const size_t length = places.size();
   ways_.meet(state, places);
-  classes_.assign(at(automaton_.classes), {kNever, -1, -1});
+  classes_.assign(at(automaton_.classes), {-1, -1});
   weights_.assign(at(automaton_.groups), kUnknown);
   tokens_.resize(at(automaton_.groups));
   ahead_.assign(at(automaton_.states), kNever);
@@ -188,9 +204,56 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places, const std::
     for (const int32_t behind : ways_.before(i + 1)) ahead_[at(behind)] = kNever;
     for (size_t from = 0; from < met.size(); ++from) ahead_[at(met[from])] = layer.ahead[from];
   }
-  if (std::exchange(ahead_[at(state)], kNever) == kNever) return false;
+  const double best = std::exchange(ahead_[at(state)], kNever);
+  if (!(std::fabs(best) < kLargestRounded)) return solve_exactly(state, places, ends, tokens);
   tokens.resize(length);
   for (size_t i = 0; i < length; ++i) state = find_step(i, state, tokens[i]);
+  return true;
+}
+
+// Like `solve`, for texts that all need ruled-out tokens or logits so far apart that sums in double lose the smaller ones.
+bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
+  struct Step {
+    int32_t token, state;  // the best next token, and the state after it; -1 if no text goes on
+  };
+  const size_t length = places.size();
+  std::vector<std::vector<Step>> steps(length);  // by place, one for each state of ways_.before(place)
+  std::vector<ExactWeight> ahead(at(automaton_.states), ExactWeight::never()), weights(at(automaton_.groups)), found;
+  std::vector<int32_t> weighed_at(at(automaton_.groups), -1);
+  for (const int32_t end : ways_.before(length))
+    if (ends[at(end)] != 0) ahead[at(end)] = {};
+  for (size_t i = length; i-- > 0;) {
+    place_ = static_cast<int32_t>(i);
+    looked_up_ = 0;
+    found.clear();
+    for (const int32_t from : ways_.before(i)) {
+      ExactWeight best = ExactWeight::never();
+      Step step{-1, -1};
+      for (int32_t edge = automaton_.edge_starts[at(from)]; edge < automaton_.edge_starts[at(from) + 1]; ++edge) {
+        const auto to = at(automaton_.edge_states[at(edge)]), group = at(automaton_.edge_groups[at(edge)]);
+        if (ahead[to].is_never()) continue;
+        if (std::exchange(weighed_at[group], place_) != place_) {
+          tokens_[group] = best_of_group(places[i], static_cast<int32_t>(group));
+          if (tokens_[group] >= 0) weights[group] = weigh_exactly(places[i], tokens_[group]);
+        }
+        if (tokens_[group] < 0) continue;
+        const ExactWeight own = ahead[to] + weights[group];
+        if (step.token < 0 || best < own || (own == best && tokens_[group] < step.token))
+          best = own, step = {tokens_[group], static_cast<int32_t>(to)};
+      }
+      found.push_back(best);
+      steps[i].push_back(step);
+    }
+    for (const int32_t after : ways_.before(i + 1)) ahead[at(after)] = ExactWeight::never();
+    for (size_t from = 0; from < found.size(); ++from) ahead[at(ways_.before(i)[from])] = found[from];
+  }
+  if (ahead[at(state)].is_never()) return false;
+  tokens.resize(length);
+  for (size_t i = 0; i < length; ++i) {
+    const std::vector<int32_t>& met = ways_.before(i);
+    const Step& step = steps[i][static_cast<size_t>(std::lower_bound(met.begin(), met.end(), state) - met.begin())];
+    tokens[i] = step.token, state = step.state;
+  }
   return true;
 }
 

@@ -1,10 +1,11 @@
 // The most likely text of a constraint over some positions of a canvas (Viterbi, 1967; of diffusion models: DINGO,
 // arXiv:2505.23061).
 //
-// A position's weight of a token is its logit less that of the row's best token, in double; where there are no logits it is 0, or
-// -1 beside a best token. Of texts that are equally likely the one
-// whose tokens are lowest wins, the leftmost first; sums are made from the last position on. So both loops find the same one:
-// exporter/dlm_export/network/constrained.py states the same.
+// A token weighs its logit less the best logit of its row; without logits 0, or -1 where another token is marked as the best. A text
+// with fewer ruled-out tokens (logit -inf) is always better; among those the larger sum wins. If texts are equal, the one with the
+// lowest tokens wins, compared from the left. Sums are made in double. If the best sum is ruled out or is large, `solve` repeats the
+// search with exact sums (exact_sum.h), so large logits never hide small ones.
+// exporter/dlm_export/network/constrained.py implements the same in exact arithmetic.
 //
 // Rows of logits are what is long. Nothing is looked up of a class that no possible text has there, nor of a group with the row's
 // best token in it, which is the group's best too; and where classes have many tokens, only of those that have none of the row's highest ones.
@@ -31,10 +32,9 @@ class Viterbi {
   Ways& ways() { return ways_; }
 
  private:
-  // Of a class at a place: its best token, and what that weighs.
+  // The best token of a class, at the place with this number.
   struct Best {
-    double weight;
-    int32_t token, place;  // place: the number of the one that this is of
+    int32_t token, place;
   };
   // Of a group at a place. No token where nothing of it may stand there.
   struct Weighed {
@@ -48,9 +48,10 @@ class Viterbi {
   };
 
   void weigh_highest(const Place& place);
-  const Best& weigh_class(const Place& place, int32_t number);
-  Weighed weigh_group(const Place& place, int32_t group);
+  int32_t best_of_class(const Place& place, int32_t number);
+  int32_t best_of_group(const Place& place, int32_t group);  // -1 if none of its tokens may stand there
   void weigh_edges(const Place& place, int32_t state, Layer& layer);
+  bool solve_exactly(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens);
   int32_t find_step(size_t place, int32_t state, int32_t& token);
 
   const Automaton& automaton_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -9,12 +10,19 @@
 
 namespace dlm {
 
+// Whether the denoiser rules a token out. Engines pass no other logits than finite ones and -inf; NaN counts as ruled out here, so that
+// no comparison meets it.
+inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<float>::infinity()); }
+
 // What may stand at a position, and how its tokens are weighed.
 struct Place {
   int32_t token = -1;             // alone, or beside `other`; -1: any token
   int32_t other = -1;             // -1: none
   const float* logits = nullptr;  // [V]; NULL: all tokens weigh the same, but `best` more
   int32_t best = -1;              // of the logits: the lowest of the tokens whose logit is the highest; -1: none, without logits
+
+  // What token logits are compared with, so that sums stay small: the best logit, or 0 if the denoiser rules out all tokens.
+  float base() const { return is_ruled_out(logits[best]) ? 0 : logits[best]; }
 };
 
 class Ways {

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "automaton.h"
 #include "dlm_runtime.h"
 #include "error.h"
+#include "exact_sum.h"
 #include "sha256.h"
 #include "texts.h"
 #include "viterbi.h"
@@ -140,6 +143,64 @@ void test_files(std::mt19937& random) {
         CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
       }
     }
+  }
+}
+
+// A class that leads from a state to two states is refused, whichever of the two groups is larger.
+void test_ambiguous_files() {
+  // Tokens a and b; state 0 leads by {a, b} to itself and by {b} to state 1, where a text may end.
+  Made made{2, 2, 2, {0, 1}, {0, 2, 3}, {0, 1, 1}, {0, 2, 3}, {0, 1, 1}, {0, 1, 1}, {1, 0}};
+  const auto is_refused = [&] {
+    try {
+      read(signed_file(content(made)));
+    } catch (const dlm::Error& error) {
+      return error.status() == DLM_BAD_BUNDLE &&
+             std::strstr(error.what(), "state 0 has two edges for class 1, so its texts are ambiguous: compile the constraint again") != nullptr;
+    }
+    return false;
+  };
+  CHECK(is_refused());
+  made.edge_groups = {1, 0, 1};
+  CHECK(is_refused());
+  made.edge_groups = {1, 1, 1};
+  CHECK(is_refused());
+  made.group_starts = {0, 1, 2}, made.group_classes = {0, 1}, made.edge_groups = {0, 1, 1};
+  CHECK(!is_refused());
+}
+
+// The exact sum of doubles as a list of partial sums that do not overlap (Shewchuk, 1997; math.fsum of Python).
+class Partials {
+ public:
+  void add(double x) {
+    size_t kept = 0;
+    for (double y : partials_) {
+      if (std::fabs(x) < std::fabs(y)) std::swap(x, y);
+      const double high = x + y, low = y - (high - x);
+      if (low != 0) partials_[kept++] = low;
+      x = high;
+    }
+    partials_.resize(kept);
+    partials_.push_back(x);
+  }
+  double value() const {  // the largest partial sum has the sign, and all but the last bit
+    return std::accumulate(partials_.begin(), partials_.end(), 0.0);
+  }
+
+ private:
+  std::vector<double> partials_;
+};
+
+void test_exact_sums(std::mt19937& random) {
+  for (int32_t round = 0; round < 2000; ++round) {
+    dlm::ExactSum sum;
+    Partials wanted;
+    for (int32_t i = 0; i < 20; ++i) {
+      const float value = std::ldexp(std::normal_distribution<float>(0, 1)(random), std::uniform_int_distribution<int32_t>(-149, 125)(random));
+      if (i % 2 == 0) sum = sum + dlm::ExactSum(value), wanted.add(static_cast<double>(value));
+      else sum = sum - dlm::ExactSum(value), wanted.add(-static_cast<double>(value));
+    }
+    CHECK(std::fabs(sum.value() - wanted.value()) <= std::fabs(wanted.value()) * 0x1p-51);
+    CHECK(!(sum < sum) && sum == sum && (sum < dlm::ExactSum(0.0f)) == (wanted.value() < 0));
   }
 }
 
@@ -340,6 +401,189 @@ void test_all_texts(std::mt19937& random) {
   }
 }
 
+// ---- Extreme logits and temperatures, against all texts in exact arithmetic ----
+
+// A text with what the oracle knows of it.
+struct Known {
+  std::vector<int32_t> tokens;
+  int32_t ruled_out = 0, cut = 0;
+  std::vector<double> logits;  // of the other tokens, and of each row's best one negated
+  double prob = 0;
+};
+
+double exact_difference(const Known& a, const Known& b) {
+  Partials sum;
+  for (const double logit : a.logits) sum.add(logit);
+  for (const double logit : b.logits) sum.add(-logit);
+  return sum.value();
+}
+
+float extreme_logit(std::mt19937& random, int32_t palette) {
+  constexpr float kInfinite = std::numeric_limits<float>::infinity();
+  const float values[] = {-kInfinite, -3.4028235e38f, -3e38f, -1e30f, -1e14f, -20, -1, 0, 1, 3, 20, 1e12f, 3e38f, 3.4028235e38f, 1e-38f, 1e-45f};
+  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  switch (palette) {
+    case 0: return draw(0, 1) == 0 ? -kInfinite : static_cast<float>(draw(-3, 3));
+    case 1: return values[draw(0, 15)];
+    case 2: return values[draw(0, 3)];
+    case 3: return draw(0, 2) == 0 ? -3.4028235e38f : static_cast<float>(draw(-20, 20)) / 4;
+    case 4: return std::ldexp(std::normal_distribution<float>(0, 1)(random), draw(-40, 40));
+    default: return std::normal_distribution<float>(0, 4)(random);
+  }
+}
+
+// Fills what is cut at each place; the definition of sampling.h, one token after the other.
+std::vector<std::vector<uint8_t>> cut_tokens(const Problem& problem, const dlm::Sampling& sampling) {
+  std::vector<std::vector<uint8_t>> cut;
+  for (const dlm::Place& place : problem.places) {
+    cut.emplace_back(static_cast<size_t>(problem.automaton.vocab_size));
+    if (place.logits == nullptr || place.token >= 0 || std::isinf(place.logits[place.best])) continue;
+    std::vector<int32_t> order(cut.back().size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
+    const auto weight = [&](int32_t token) {
+      return std::exp((static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best])) / sampling.temperature);
+    };
+    double total = 0, before = 0;
+    for (const int32_t token : order) total += weight(token);
+    for (size_t rank = 0; rank < order.size(); ++rank) {
+      const bool is_behind = sampling.top_k > 0 && rank >= static_cast<size_t>(sampling.top_k);
+      cut.back()[static_cast<size_t>(order[rank])] = is_behind || (rank > 0 && sampling.top_p < 1 && before > sampling.top_p * total) ? 1 : 0;
+      before += weight(order[rank]);
+    }
+  }
+  return cut;
+}
+
+std::vector<Known> know_texts(const Problem& problem, const std::vector<uint8_t>& ends, const std::vector<std::vector<uint8_t>>& cut, bool is_drawn) {
+  std::vector<Known> all;
+  each_text(problem, ends, [&](const std::vector<int32_t>& text) {
+    Known known;
+    known.tokens = text;
+    for (size_t k = 0; k < text.size(); ++k) {
+      const dlm::Place& place = problem.places[k];
+      const auto token = static_cast<size_t>(text[k]);
+      if (place.logits == nullptr || (is_drawn && place.token >= 0)) {
+        if (!is_drawn && place.best >= 0 && text[k] != place.best) known.logits.push_back(-1);
+        continue;
+      }
+      if (std::isinf(place.logits[token])) {
+        ++known.ruled_out;
+        continue;
+      }
+      known.logits.push_back(static_cast<double>(place.logits[token]));
+      known.logits.push_back(-static_cast<double>(place.logits[place.best]));
+      known.cut += cut[k][token];
+    }
+    all.push_back(std::move(known));
+  });
+  return all;
+}
+
+void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, bool is_exact) {
+  const std::vector<Known> all = know_texts(problem, ends, cut_tokens(problem, {1, 1, 0}), false);
+  dlm::Viterbi viterbi(problem.automaton);
+  std::vector<int32_t> found;
+  CHECK(viterbi.solve(problem.start, problem.places, ends, found) == !all.empty());
+  if (all.empty()) return;
+  const Known* best = &all.front();
+  const Known* taken = nullptr;
+  for (const Known& known : all) {
+    if (known.ruled_out < best->ruled_out || (known.ruled_out == best->ruled_out && exact_difference(known, *best) > 0)) best = &known;
+    if (known.tokens == found) taken = &known;
+  }
+  CHECK(taken != nullptr);
+  if (taken == nullptr || taken == best) return;
+  // Sums that are not large are made in double: they may lose what that rounds.
+  const double total = std::fabs(exact_difference(*best, Known()));
+  CHECK(!is_exact && taken->ruled_out == best->ruled_out && total < 0x1p21 &&
+        exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
+}
+
+void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::Sampling& sampling, int32_t draws) {
+  for (dlm::Place& place : problem.places) {
+    place.other = -1;
+    if (place.logits == nullptr) place.best = -1;
+  }
+  std::vector<Known> all = know_texts(problem, ends, cut_tokens(problem, sampling), true);
+  dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
+  CHECK(texts.sum(problem.start, problem.places, ends, sampling) == !all.empty());
+  if (all.empty()) return;
+  const auto avoids_more = [](const Known& a, const Known& b) { return std::pair(a.ruled_out, a.cut) < std::pair(b.ruled_out, b.cut); };
+  const Known* best = &all.front();
+  for (const Known& known : all)
+    if (avoids_more(known, *best) || (!avoids_more(*best, known) && exact_difference(known, *best) > 0)) best = &known;
+  double total = 0;
+  for (Known& known : all)
+    if (!avoids_more(*best, known)) total += known.prob = std::exp(exact_difference(known, *best) / sampling.temperature);
+  std::vector<std::vector<double>> probs(problem.places.size(), std::vector<double>(static_cast<size_t>(problem.automaton.vocab_size)));
+  for (Known& known : all) {
+    known.prob /= total;
+    for (size_t k = 0; k < known.tokens.size(); ++k) probs[k][static_cast<size_t>(known.tokens[k])] += known.prob;
+  }
+  std::vector<dlm::Marginal> marginals;
+  const Known& chosen = *best;
+  texts.find_marginals(chosen.tokens, true, marginals);
+  for (size_t k = 0; k < chosen.tokens.size(); ++k) {
+    CHECK(std::fabs(marginals[k].prob - probs[k][static_cast<size_t>(chosen.tokens[k])]) < 1e-8);
+    CHECK(std::isfinite(marginals[k].margin) && std::isfinite(marginals[k].entropy));
+  }
+  std::map<std::vector<int32_t>, int32_t> counts;
+  std::vector<int32_t> drawn;
+  for (int32_t seed = 0; seed < draws; ++seed) texts.draw({static_cast<uint64_t>(seed), 5, 11}, drawn), ++counts[drawn];
+  double statistic = 0, rest = 0, rest_seen = 0;
+  int32_t freedom = -1, seen = 0;
+  const auto meet = [&](double expected, double count) { statistic += (count - expected) * (count - expected) / expected, ++freedom; };
+  for (const Known& known : all) {
+    const auto found = counts.find(known.tokens);
+    const int32_t count = found == counts.end() ? 0 : found->second;
+    seen += count;
+    CHECK(count == 0 || known.prob > 1e-15);
+    if (draws * known.prob >= 5) meet(draws * known.prob, count);
+    else rest += draws * known.prob, rest_seen += count;
+  }
+  CHECK(seen == draws);  // a draw is one of the texts
+  if (rest >= 5) meet(rest, rest_seen);
+  if (freedom > 0) CHECK(statistic <= freedom + 5 * std::sqrt(2.0 * freedom) + 14);  // one of 10^6 is above it at most
+}
+
+void test_extreme_logits(std::mt19937& random, int32_t rounds) {
+  const double temperatures[] = {5e-324, 1e-310, 1e-300, 1e-100, 1e-28, 1e-16, 1e-8, 1e-3, 0.3, 1, 5, 1e3, 1e8, 1e38, 1e100, 1e300};
+  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  for (int32_t round = 0; round < rounds; ++round) {
+    Problem problem = random_problem(random);
+    const int32_t palette = round % 6;
+    const bool has_nan = round % 17 == 0;
+    for (size_t i = 0; i < problem.places.size(); ++i) {
+      std::vector<float>& logits = problem.logits[i];
+      for (float& logit : logits) logit = extreme_logit(random, palette);
+      if (has_nan && i == 0) logits[0] = std::numeric_limits<float>::quiet_NaN();
+      dlm::Place& place = problem.places[i];
+      if (place.logits == nullptr) continue;
+      place.best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+      if (place.other >= 0) place.other = place.best;
+    }
+    const std::vector<uint8_t> ends = dlm::Ways(problem.automaton).reaching({}, problem.room);
+    const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1, draw(0, 2) == 0 ? draw(1, 3) : 0};
+    if (has_nan) {  // engines refuse such rows; nothing may crash on one
+      dlm::Viterbi viterbi(problem.automaton);
+      dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
+      std::vector<int32_t> tokens;
+      std::vector<dlm::Marginal> marginals;
+      viterbi.solve(problem.start, problem.places, ends, tokens);
+      for (dlm::Place& place : problem.places) place.other = -1;
+      if (texts.sum(problem.start, problem.places, ends, sampling)) {
+        texts.draw({7, 0, 0}, tokens);
+        texts.find_marginals(tokens, true, marginals);
+      }
+      continue;
+    }
+    // Sums of the first four palettes are whole multiples of a small power of 2, or too large for double.
+    check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
+    check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
+  }
+}
+
 // ---- Requests, over the C ABI ----
 
 // Letters a, b, c, c and x, an end token and the mask token: (ab|c)*x.
@@ -435,9 +679,13 @@ void test_requests(std::mt19937& random) {
 
 }  // namespace
 
-int main() {
+// The argument is the number of random constraints with extreme logits.
+int main(int count, char** arguments) {
   std::mt19937 random(7);
+  test_extreme_logits(random, count > 1 ? std::atoi(arguments[1]) : 600);
   test_files(random);
+  test_ambiguous_files();
+  test_exact_sums(random);
   test_most_likely_text(random);
   test_long_classes(random);
   test_all_texts(random);

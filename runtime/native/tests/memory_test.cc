@@ -364,9 +364,12 @@ Came rendered(const dlm_text* text) {
   const dlm_message chat[] = {{"user", "how are you?", 12}};
   char out[512];
   size_t size = 0;
-  const dlm_status status = dlm_chat_render(text, chat, 1, nullptr, 0, out, sizeof out, &size);
+  dlm_status status = dlm_chat_render(text, chat, 1, nullptr, 0, out, sizeof out, &size);
+  int32_t ids[64];
+  size_t count = 0;
+  if (status == DLM_OK) status = dlm_chat_encode(text, chat, 1, 0, nullptr, 0, ids, 64, &count);
   stop_failing();
-  return {status, status == DLM_OK ? std::string(out, size) : ""};
+  return {status, status == DLM_OK ? std::string(out, size) + shown(ids, count) : ""};
 }
 
 Came decoded(const dlm_text* text) {
@@ -439,7 +442,7 @@ void sweep_files(long stride, const std::string& folder) {
 
   // From text to text, over a made-up denoiser of a vocabulary that the text has.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
-  bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser.cache);
+  bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);
   const dlm_generate_options wanted = options_of(chosen);
   sweep("dlm_generate_text", stride, [&] { return session_of(*bundle); }, [&](auto& session) {

@@ -246,6 +246,12 @@ void test_sha256(Tally& tally) {
               dlm::Sha256::is_accelerated() ? "the processor's" : "no");
 }
 
+dlm::Denoiser with_cache(const dlm::CacheShape& cache) {
+  dlm::Denoiser denoiser{};
+  denoiser.cache = cache;
+  return denoiser;
+}
+
 void test_callback_engine(Tally& tally) {
   struct Seen {
     const dlm_pass* pass = nullptr;
@@ -256,7 +262,7 @@ void test_callback_engine(Tally& tally) {
     return static_cast<Seen*>(user)->answer;
   };
   const dlm::CacheShape cache{{1, 2, 4}};
-  const auto engine = dlm::make_callback(note, &seen, cache);
+  const auto engine = dlm::make_callback(note, &seen, with_cache(cache));
   const dlm_pass pass{};
   engine->run(pass, {});
   CHECK(seen.pass == &pass);
@@ -265,7 +271,7 @@ void test_callback_engine(Tally& tally) {
   CHECK_ERROR(engine->run(pass, {}), DLM_CANCELLED, "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
   seen.answer = -12;
   CHECK_ERROR(engine->run(pass, {}), -12, "...the pass callback returned -12 (");
-  CHECK_ERROR(dlm::make_callback(nullptr, nullptr, cache), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
+  CHECK_ERROR(dlm::make_callback(nullptr, nullptr, with_cache(cache)), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
 }
 
 // What passes read of the cache: every row outside theirs, once, in any order, that of the last pass which wrote it. Rows are
@@ -333,7 +339,7 @@ struct Rows {
 
 void test_host_contexts(Tally& tally) {
   Rows rows;
-  const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
+  const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
   const auto context = engine->open_context(1 << 10);
   std::vector<int64_t> positions(20);
   std::iota(positions.begin(), positions.end(), 0);
@@ -384,7 +390,7 @@ void test_rows_through_random_ranges(Tally& tally) {
   int wrong = 0;
   for (int sequence = 0; sequence < 200; ++sequence) {
     Rows rows;
-    const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
+    const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
     const auto context = engine->open_context(1 << 10);
     const int length = random(2, 24);
     dlm_pass pass{};
@@ -414,7 +420,7 @@ void test_rows_through_whole_requests(Tally& tally) {
         for (const int32_t refresh : {0, 1, 5})
           for (const int32_t length : {7, 16}) {
             Rows rows;
-            const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
+            const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
             const auto context = engine->open_context(1 << 10);
             const dlm::Denoiser denoiser{4, 3, 64, 2, 0, true, rows.cache, {}};
             dlm_policy fields = dlm::default_policy();
@@ -445,7 +451,7 @@ void test_rows_that_are_appended(Tally& tally) {
           for (const int32_t length : {7, 23}) {
             Rows rows;
             rows.is_growing = true;
-            const auto engine = dlm::make_callback(Rows::run, &rows, rows.cache);
+            const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
             const auto context = engine->open_context(length);
             const dlm::Denoiser denoiser{4, 3, 64, 2, 0, true, rows.cache, {}, visible_block};
             dlm_policy fields = dlm::default_policy();
@@ -534,7 +540,7 @@ void test_proposers_side_by_side(Tally& tally) {
     return DLM_OK;
   };
   const dlm::Denoiser denoiser{30, 9, 64, 2, 0, false, {{1, 2, 4}}, {}};
-  const auto engine = dlm::make_callback(run, &seen, denoiser.cache);
+  const auto engine = dlm::make_callback(run, &seen, denoiser);
   const auto context = engine->open_context(64);
   dlm_policy all = dlm::default_policy();
   all.commit = "threshold";

@@ -10,7 +10,10 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <new>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -19,6 +22,7 @@
 #include "arena.h"
 #include "error.h"
 #include "loop.h"
+#include "proposer.h"
 #include "scheduler.h"
 
 namespace {
@@ -170,16 +174,58 @@ dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
   return {kVocabulary, kMask, 96, 2, shift, true, shape(), {kEnd}, visible_block};
 }
 
+// Where a request fails.
+enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
+
+struct NotAnException {};
+
+// The policy's own proposer. One of its calls throws.
+class Faulty final : public dlm::Proposer {
+ public:
+  Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault) : own_(dlm::make_proposer(of, policy)), fault_(fault) {}
+
+  dlm::Needs needs(const dlm::Turn& turn) const override {
+    throw_at(Fault::needs);
+    return own_->needs(turn);
+  }
+  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions, dlm::Proposals& proposals) override {
+    throw_at(Fault::propose);
+    own_->propose(turn, predictions, proposals);
+  }
+  void limit(const dlm::Turn& turn, const dlm::Proposals& proposals, std::vector<int32_t>& chosen) const override {
+    own_->limit(turn, proposals, chosen);
+  }
+  void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided, dlm::Range range,
+                std::vector<dlm::Certain>& certain) override {
+    own_->scaffold(canvas, undecided, range, certain);
+  }
+  void complete(const std::vector<int32_t>&, const std::vector<uint8_t>&, std::vector<int32_t>&) override {
+    if (fault_ == Fault::end_foreign) throw NotAnException{};
+    if (fault_ == Fault::end_memory) throw std::bad_alloc();
+    throw_at(Fault::end);
+  }
+  void note(int32_t position, int32_t token) override { own_->note(position, token); }
+
+ private:
+  void throw_at(Fault where) const {
+    if (fault_ == where) dlm::fail(DLM_BAD_BUNDLE, "made to fail");
+  }
+
+  const std::unique_ptr<dlm::Proposer> own_;
+  const Fault fault_;
+};
+
 // A request, to be made as often as it is wanted.
 struct Wish {
   dlm::Policy policy;
   std::vector<int32_t> canvas;
   dlm::Limits limits;
 
-  dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine) const {
+  dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine, Fault fault = Fault::none) const {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == kMask);
-    return dlm::Request(of, engine, policy, canvas, undecided, 0);
+    auto proposer = fault == Fault::none ? nullptr : std::make_unique<Faulty>(of, policy, fault);
+    return dlm::Request(of, engine, policy, canvas, undecided, 0, "", std::move(proposer));
   }
 };
 
@@ -242,7 +288,7 @@ bool same(const dlm::Job& job, const Alone& alone) {
          std::equal(one.log_probs.begin(), one.log_probs.end(), other.log_probs.begin(), other.log_probs.end(), equal);
 }
 
-const std::function<void()> kNothing = [] {};
+const std::function<bool()> kNothing = [] { return true; };
 
 void test_random_requests(uint32_t seed, bool shares) {
   std::mt19937 random(seed);
@@ -260,6 +306,7 @@ void test_random_requests(uint32_t seed, bool shares) {
   for (int i = 0; i < 4; ++i) submit();
   scheduler.run(true, [&] {
     if (jobs.size() < 16 && random() % 3 == 0) submit();  // joins while others run
+    return true;
   });
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(jobs[i]->wait(dlm::Clock::duration{}) && same(*jobs[i], run_alone(of, other, wishes[i])));
   const dlm_scheduler_stats stats = scheduler.told();
@@ -323,7 +370,10 @@ void test_admission_by_cost() {
     dlm::Scheduler scheduler(of, engine, {8, 100, 1 << 20, 2000, most_ms, {token_ms, token_ms, 0, 0}});
     for (int i = 0; i < 8; ++i) scheduler.submit(wish.make(of, engine), {});
     int32_t most = 0;
-    scheduler.run(true, [&] { most = std::max(most, scheduler.told().running); });
+    scheduler.run(true, [&] {
+      most = std::max(most, scheduler.told().running);
+      return true;
+    });
     CHECK(scheduler.told().finished == 8);
     passes = scheduler.told().passes;
     return most;
@@ -367,6 +417,103 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
+// A request that fails as it ends, or anywhere else, fails alone: every wait ends, and the other results do not change.
+void test_faults_stay_with_their_requests(bool shares, Fault fault) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares), other(shape(), 4, false);
+  std::mt19937 random(7);
+  std::shared_ptr<dlm::Job> faulty[3];
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  const auto throws = [](void*, const dlm_step*) -> int32_t { throw NotAnException{}; };
+  {
+    dlm::Scheduler scheduler(of, engine, {4, 100, 1 << 20, 1000});
+    const auto submit_faulty = [&](dlm::Limits limits) {
+      if (fault == Fault::step) limits.on_step = throws;
+      Wish wish = make_wish(random, 4, 0);
+      wish.policy.cfg_scale = 0;  // guidance asks its proposer for no needs
+      wish.canvas = std::vector<int32_t>(20, kMask);
+      return scheduler.submit(wish.make(of, engine, fault), limits);
+    };
+    faulty[0] = submit_faulty({});  // cancelled before it runs
+    faulty[0]->cancel();
+    faulty[1] = submit_faulty({0, dlm::Clock::now(), nullptr, nullptr});
+    for (int i = 0; i < 6; ++i) {
+      wishes.push_back(make_wish(random, 4, 0));
+      wishes.back().limits = {};
+      jobs.push_back(scheduler.submit(wishes.back().make(of, engine), {}));
+      if (i == 2) faulty[2] = submit_faulty({1, {}, nullptr, nullptr});  // ended while it runs
+    }
+    scheduler.run(true, kNothing);
+    CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 && scheduler.told().finished == 9);
+  }
+  const bool fails_in_end = fault == Fault::end || fault == Fault::end_foreign || fault == Fault::end_memory;
+  const dlm_status wanted = fault == Fault::end_memory ? DLM_OUT_OF_MEMORY
+                            : fault == Fault::end_foreign || fault == Fault::step ? DLM_INTERNAL : DLM_BAD_BUNDLE;
+  for (size_t i = 0; i < 3; ++i) {
+    const dlm::Job& job = *faulty[i];
+    CHECK(job.wait(dlm::Clock::duration{}));
+    if (i < 2 && !fails_in_end) CHECK(job.status() == DLM_OK && job.outcome().finish == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
+    else CHECK(job.status() == wanted && !job.message().empty());
+    CHECK(job.canvas().size() == 20);
+  }
+  for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
+}
+
+// One that is not done as its scheduler goes, and fails as it ends then.
+void test_faults_as_a_scheduler_is_destroyed() {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, true);
+  std::mt19937 random(8);
+  std::shared_ptr<dlm::Job> job;
+  {
+    dlm::Scheduler scheduler(of, engine, {4, 100, 1 << 20, 1000});
+    Wish wish = make_wish(random, 4, 0);
+    job = scheduler.submit(wish.make(of, engine, Fault::end), {});
+  }
+  CHECK(job->wait({}) && job->status() == DLM_BAD_BUNDLE && job->message() == "made to fail");
+}
+
+// When making passes itself fails, all that run and wait end with the cause; then submit() throws it, until the next run.
+void test_an_error_of_nobody_ends_all(bool shares) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares), other(shape(), 4, false);
+  std::mt19937 random(9);
+  dlm::Scheduler scheduler(of, engine, {2, 100, 1 << 20, 1000});
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int i = 0; i < 6; ++i) {
+    Wish wish = make_wish(random, 4, 0);
+    wish.canvas.resize(40, kMask);
+    jobs.push_back(scheduler.submit(wish.make(of, engine, i % 2 == 0 ? Fault::none : Fault::end), {}));
+  }
+  std::atomic<int> woken{0};
+  std::vector<std::thread> threads;
+  for (const auto& job : jobs) threads.emplace_back([&woken, job] { job->wait({}), ++woken; });
+  int calls = 0;
+  dlm_status status = DLM_OK;
+  try {
+    scheduler.run(true, [&]() -> bool { return ++calls < 2 ? true : throw dlm::Error(DLM_ENGINE_FAILED, "no engine any more"); });
+  } catch (const dlm::Error& error) {
+    status = error.status();
+  }
+  CHECK(status == DLM_ENGINE_FAILED);
+  for (std::thread& thread : threads) thread.join();
+  CHECK(woken == 6);
+  for (const auto& job : jobs) CHECK(job->status() == DLM_ENGINE_FAILED && job->message() == "no engine any more");
+  CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 && scheduler.told().finished == 6);
+  const Wish wish = make_wish(random, 4, 0);
+  try {
+    scheduler.submit(wish.make(of, engine), wish.limits);
+    CHECK(false);
+  } catch (const dlm::Error& error) {
+    CHECK(error.status() == DLM_ENGINE_FAILED && std::string(error.what()).find("no engine any more") != std::string::npos);
+  }
+  scheduler.run(true, kNothing);
+  const auto job = scheduler.submit(wish.make(of, engine), wish.limits);
+  scheduler.run(true, kNothing);
+  CHECK(same(*job, run_alone(of, other, wish)));
+}
+
 void test_limits() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -405,11 +552,11 @@ void test_limits() {
   const auto stopped = submit(wish(20, {0, {}, count, &steps}));
   scheduler.run(true, kNothing);
   CHECK(stopped->status() == DLM_CANCELLED && steps == 3);
-  // What before_pass throws leaves requests as they are, and the next run goes on.
+  // When before_pass asks to stop, requests stay as they are, and the next run goes on.
   const auto kept = submit(wish(12, {}));
   int calls = 0;
   try {
-    scheduler.run(true, [&] { if (++calls == 2) dlm::fail(DLM_CANCELLED, "asked to stop"); });
+    scheduler.run(true, [&] { return ++calls != 2; });
     CHECK(false);
   } catch (const dlm::Error& error) {
     CHECK(error.status() == DLM_CANCELLED);
@@ -459,6 +606,74 @@ void test_threads(bool shares, int requests_a_thread) {
   CHECK(scheduler.told().finished == 4 * requests_a_thread);
 }
 
+// Four threads hand in requests of every kind, some of which fail wherever one can, while the thread that makes passes is stopped and
+// started again and then destroyed with requests in it. Every wait ends, and the results of the other requests do not change.
+void test_mixed_requests(bool shares, int requests_a_thread) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares);
+  std::optional<dlm::Scheduler> scheduler(std::in_place, of, engine, dlm::Scheduler::Options{6, 1000, 128, 400});
+  std::atomic<bool> is_closed{false};
+  std::atomic<int> wrong{0}, ended{0}, failed_jobs{0};
+  std::thread runner([&] {
+    for (int runs = 0; !is_closed; ++runs) {  // stop() may come before, while and after it runs
+      try {
+        scheduler->run(false, [&] { return runs % 3 != 2; });
+      } catch (const dlm::Error&) {
+      }
+    }
+  });
+  std::thread closer([&] {
+    while (!is_closed) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      scheduler->stop();
+    }
+  });
+  const auto throws = [](void*, const dlm_step* step) -> int32_t { return step->nfe < 2 ? 0 : throw NotAnException{}; };
+  std::vector<std::shared_ptr<dlm::Job>> left;
+  std::mutex mutex;
+  std::vector<std::thread> threads;
+  for (uint32_t number = 0; number < 4; ++number)
+    threads.emplace_back([&, number] {
+      std::mt19937 random(100 + number);
+      Summing other(shape(), 4, false);
+      for (int i = 0; i < requests_a_thread; ++i) {
+        Wish wish = make_wish(random, 4, 0);
+        const auto fault = random() % 2 == 0 ? Fault::none : static_cast<Fault>(random() % 7);
+        const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0, is_left = random() % 10 == 0;
+        dlm::Limits limits = wish.limits;
+        if (is_late) limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
+        if (fault == Fault::step) limits.on_step = throws;
+        const auto job = scheduler->submit(wish.make(of, engine, fault), limits);
+        if (is_cancelled) job->cancel();
+        if (is_left) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          left.push_back(job);
+          continue;
+        }
+        job->wait({});
+        ++ended;
+        if (job->status() != DLM_OK) {
+          ++failed_jobs;
+          if (fault == Fault::none) ++wrong;
+          continue;
+        }
+        const auto finish = job->outcome().finish;
+        const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
+        if (is_cut ? !(is_cancelled || is_late) : fault == Fault::none && !same(*job, run_alone(of, other, wish))) ++wrong;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  is_closed = true;
+  scheduler->stop();
+  closer.join();
+  scheduler->stop();
+  runner.join();
+  scheduler.reset();
+  for (const auto& job : left) CHECK(job->wait(dlm::Clock::duration{}));
+  CHECK(wrong == 0 && failed_jobs > 0);
+  CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
+}
+
 }  // namespace
 
 int main() {
@@ -470,7 +685,12 @@ int main() {
   for (const bool shares : {true, false}) {
     test_failures_stay_with_their_requests(shares);
     test_threads(shares, 250);
+    for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign, Fault::end_memory, Fault::step})
+      test_faults_stay_with_their_requests(shares, fault);
+    test_an_error_of_nobody_ends_all(shares);
+    test_mixed_requests(shares, 125);
   }
+  test_faults_as_a_scheduler_is_destroyed();
   test_limits();
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;

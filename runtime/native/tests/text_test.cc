@@ -34,7 +34,8 @@ const char* const kTexts[] = {"", " ", "a", "it's  12:45 \n\n\t x", "{\"name\":\
 void use(const std::shared_ptr<const dlm::Text>& text) {
   std::vector<int32_t> ids;
   for (const char* const each : kTexts) {
-    text->encode(each, true, ids);
+    text->encode(each, {true, true}, ids);
+    text->encode(each, {}, ids);
     for (const int32_t id : ids) CHECK(id >= 0 && id < text->file().vocab_size);
   }
   dlm::TextDecoder decoder(text);
@@ -45,7 +46,7 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
   for (const char* const role : {"system", "user", "assistant", "tool"})
     for (const char* const content : {"", " x ", "</think>"}) {
       try {
-        CHECK(dlm::json::is_utf8(dlm::render_chat(text->file(), {{role, content}, {"user", content}, {"assistant", "y"}, {role, content}})));
+        CHECK(dlm::json::is_utf8(dlm::render_chat(text->file(), {{role, content}, {"user", content}, {"assistant", "y"}, {role, content}}).text));
       } catch (const dlm::Error& error) {
         CHECK(error.status() == DLM_INVALID_ARGUMENT || error.status() == DLM_UNSUPPORTED);
       }
@@ -113,7 +114,7 @@ void test_text_that_is_none(const std::string& whole) {
   std::vector<int32_t> ids;
   for (const auto& [given, at] : {std::pair{"ab\xFF", 2}, {"\xC3", 0}, {"a\xED\xA0\x80", 1}, {"\xE2\x82 x", 0}}) {
     try {
-      text.encode(given, false, ids);
+      text.encode(given, {}, ids);
       check(false, __LINE__, "what is no UTF-8 was encoded");
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_INVALID_ARGUMENT);

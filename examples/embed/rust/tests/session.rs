@@ -1,19 +1,29 @@
-//! What the wrapper promises of threads, panics and callbacks, on the bundle that `$DLM_BUNDLE` names.
+//! Tests of the wrapper on the bundle in `$DLM_BUNDLE`. `$DLM_EFFORT_BUNDLE` is a bundle with effort levels, and `$DLM_AUTOMATON` a
+//! constraint file for their vocabulary that allows "yes" and "no".
 
 use std::ops::ControlFlow;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::thread;
 
-use dlm_runtime::{Bundle, Finish, Options, Session};
+use dlm_runtime::{Automaton, Bundle, Finish, Options, Scheduler, Session};
 
 const PROMPT: &str = "turn on the kitchen lights";
 
+fn given(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set"))
+}
+
 fn bundle() -> Bundle {
-    Bundle::open(&std::env::var("DLM_BUNDLE").expect("DLM_BUNDLE names a bundle"), 1).unwrap()
+    Bundle::open(&given("DLM_BUNDLE"), 1).unwrap()
+}
+
+/// What a session of its own generates.
+fn alone(bundle: &Bundle, prompt: &str, options: &Options) -> String {
+    Session::new(bundle).unwrap().generate_text(prompt, options, |_| ControlFlow::Continue(())).unwrap().text
 }
 
 fn few() -> Options {
-    Options { max_new_tokens: 40, ..Options::default() }
+    Options { max_new_tokens: Some(40), ..Options::default() }
 }
 
 #[test]
@@ -62,7 +72,7 @@ fn another_thread_ends_a_request() {
                 thread::yield_now();
             }
         });
-        let long = Options { max_new_tokens: 400, ..Options::default() };
+        let long = Options { max_new_tokens: Some(400), ..Options::default() };
         let out = session.generate_text(PROMPT, &long, |_| ControlFlow::Continue(()));
         over.store(true, std::sync::atomic::Ordering::Relaxed);
         out.unwrap()
@@ -76,7 +86,100 @@ fn another_thread_ends_a_request() {
 fn what_cannot_be_is_said() {
     assert!(Bundle::open("/no/such/bundle", 1).err().unwrap().to_string().starts_with("NOT_FOUND: /no/such/bundle"));
     let mut session = Session::new(&bundle()).unwrap();
-    let long = Options { max_new_tokens: 1 << 30, ..Options::default() };
+    let long = Options { max_new_tokens: Some(1 << 30), ..Options::default() };
     let refused = session.generate_text(PROMPT, &long, |_| ControlFlow::Continue(())).unwrap_err();
     assert!(refused.sentence.contains("is longer than the denoiser's"), "{refused}");
+}
+
+#[test]
+fn default_options_generate_as_many_tokens_as_the_bundle_says() {
+    let bundle = bundle();
+    let said = Options { max_new_tokens: Some(bundle.max_new_tokens()), ..Options::default() };
+    let text = alone(&bundle, PROMPT, &Options::default());
+    assert!(!text.is_empty());
+    assert_eq!(text, alone(&bundle, PROMPT, &said));
+    let none = Options { max_new_tokens: Some(0), ..Options::default() };
+    let out = Session::new(&bundle).unwrap().generate_text(PROMPT, &none, |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!((out.passes, out.completion_tokens), (0, 0));
+}
+
+#[test]
+fn presets_effort_levels_and_changed_fields_choose_the_loop() {
+    let bundle = bundle();
+    let mut session = Session::new(&bundle).unwrap();
+    let mut passes = |policy| {
+        let options = Options { policy: Some(policy), ..few() };
+        session.generate_text(PROMPT, &options, |_| ControlFlow::Continue(())).unwrap().passes
+    };
+    let fast = bundle.preset("fast-dllm").unwrap();
+    let mut changed = fast.clone();
+    changed.set("threshold", 1.0).unwrap();
+    assert!(passes(fast.clone()) < passes(bundle.preset("llada").unwrap()));
+    assert!(passes(fast.clone()) < passes(changed));
+    assert!(bundle.preset("slow").unwrap_err().sentence.contains("llada, fast-dllm"));
+
+    let levels = Bundle::open(&given("DLM_EFFORT_BUNDLE"), 1).unwrap();
+    assert!(passes(levels.effort("instant").unwrap()) < passes(levels.effort("high").unwrap()));
+    assert!(levels.effort("most").is_err());
+
+    let mut draws = fast.clone();
+    draws.set_choice("select", "sample").unwrap();
+    draws.set("temperature", 1.5).unwrap();
+    draws.set("seed", 7.0).unwrap();
+    let options = Options { policy: Some(draws.clone()), ..few() };
+    assert_eq!(alone(&bundle, "go", &options), alone(&bundle, "go", &options));
+    for (name, value) in
+        [("threshold", 2.0), ("top_k", 1.5), ("seed", -1.0), ("temperature", f64::NAN), ("select", 1.0), ("x", 1.0)]
+    {
+        assert!(draws.set(name, value).is_err(), "{name}");
+    }
+    assert!(draws.set_choice("select", "best").unwrap_err().sentence.contains("is not one of argmax, sample"));
+    assert!(draws.set_choice("threshold", "1").is_err());
+}
+
+#[test]
+fn a_constraint_is_of_its_request_alone() {
+    let bundle = bundle();
+    let mut session = Session::new(&bundle).unwrap();
+    let automaton = Automaton::open(&given("DLM_AUTOMATON")).unwrap();
+    let read = Automaton::read(&std::fs::read(given("DLM_AUTOMATON")).unwrap()).unwrap();
+    let free = session.generate_text(PROMPT, &few(), |_| ControlFlow::Continue(())).unwrap().text;
+    for constraint in [automaton, read] {
+        let options = Options { constraint: Some(constraint), ..few() };
+        let out = session.generate_text(PROMPT, &options, |_| ControlFlow::Continue(())).unwrap();
+        assert!(["yes", "no"].contains(&out.text.as_str()), "{}", out.text);
+        assert_eq!(session.generate_text(PROMPT, &few(), |_| ControlFlow::Continue(())).unwrap().text, free);
+    }
+    assert!(Automaton::open("/no/such/file").unwrap_err().to_string().starts_with("NOT_FOUND: /no/such/file"));
+    assert!(Automaton::read(b"DLM").is_err());
+}
+
+#[test]
+fn requests_of_a_scheduler_come_to_what_each_comes_to_alone() {
+    let bundle = bundle();
+    let constrained = Options { constraint: Some(Automaton::open(&given("DLM_AUTOMATON")).unwrap()), ..Options::default() };
+    let fast = Options { policy: Some(bundle.preset("fast-dllm").unwrap()), ..few() };
+    let requests: Vec<_> =
+        ["play jazz", PROMPT, "go"].iter().flat_map(|prompt| [(prompt, &constrained), (prompt, &fast)]).collect();
+    let scheduler = Scheduler::new(&bundle).unwrap();
+    let jobs: Vec<_> = requests.iter().map(|(prompt, options)| scheduler.submit_text(prompt, options).unwrap()).collect();
+    let chat = scheduler.submit_chat(&[("user", PROMPT)], &few()).unwrap();
+    for (job, (prompt, options)) in jobs.into_iter().zip(&requests) {
+        let out = thread::spawn(move || job.wait().unwrap()).join().unwrap(); // a job moves to another thread
+        assert_eq!(out.text, alone(&bundle, prompt, options));
+    }
+    let mut session = Session::new(&bundle).unwrap();
+    let answer = session.generate_chat(&[("user", PROMPT)], &few(), |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(chat.wait().unwrap().text, answer.text);
+
+    let long = Options { max_new_tokens: Some(400), policy: Some(bundle.preset("llada").unwrap()), ..Options::default() };
+    let ended = scheduler.submit_text(PROMPT, &long).unwrap();
+    ended.cancel();
+    assert_eq!(ended.wait().unwrap().finish, Finish::Cancelled);
+    let refused = scheduler.submit_text(PROMPT, &Options { max_new_tokens: Some(u32::MAX), ..Options::default() });
+    assert!(refused.err().unwrap().sentence.contains("is longer than the denoiser's"));
+    let left = scheduler.submit_text(PROMPT, &long).unwrap();
+    drop(scheduler.submit_text(PROMPT, &long).unwrap());
+    drop((scheduler, bundle));
+    assert_eq!(left.wait().unwrap().finish, Finish::Cancelled);
 }

@@ -13,7 +13,7 @@ fn main() -> ExitCode {
         eprintln!("usage: generate BUNDLE NEW_TOKENS PROMPT");
         return ExitCode::from(2);
     };
-    match generate(&arguments[1], &arguments[3], &Options { max_new_tokens, ..Options::default() }) {
+    match generate(&arguments[1], &arguments[3], &Options { max_new_tokens: Some(max_new_tokens), ..Options::default() }) {
         Ok(()) => ExitCode::SUCCESS,
         Err(why) => {
             eprintln!("generate: {why}");

@@ -1,0 +1,115 @@
+package dlm
+
+/*
+#include <stdlib.h>
+#include "dlm_runtime.h"
+
+static void init_a_policy(dlm_policy *policy) { dlm_policy_init(policy); }
+static const char *choice_at(const dlm_policy_field *field, size_t index) { return field->choices[index]; }
+*/
+import "C"
+
+import (
+	"fmt"
+	"math"
+	"strings"
+	"unsafe"
+)
+
+// Policy is a decoding loop: one of the bundle's presets or effort levels, perhaps with changed fields. The fields are those of
+// dlm_policy in dlm_runtime.h. It must not be used after its bundle is closed.
+type Policy struct{ fields C.dlm_policy }
+
+// Preset returns one of the bundle's presets by its name, such as "fast-dllm". The error for an unknown name lists all of them.
+func (b *Bundle) Preset(name string) (*Policy, error) {
+	return newPolicy(name, func(name, message *C.char, capacity C.size_t, policy *C.dlm_policy) C.dlm_status {
+		return C.dlm_bundle_preset(b.handle, name, message, capacity, policy)
+	})
+}
+
+// Effort returns the loop of an effort level: "instant", "low", "medium" or "high". It fails for a bundle without levels, which
+// `dlm-export effort` adds.
+func (b *Bundle) Effort(level string) (*Policy, error) {
+	return newPolicy(level, func(name, message *C.char, capacity C.size_t, policy *C.dlm_policy) C.dlm_status {
+		return C.dlm_bundle_effort(b.handle, name, message, capacity, policy)
+	})
+}
+
+func newPolicy(name string, fill func(name, message *C.char, capacity C.size_t, policy *C.dlm_policy) C.dlm_status) (*Policy, error) {
+	given := C.CString(name)
+	defer C.free(unsafe.Pointer(given))
+	p := &Policy{}
+	C.init_a_policy(&p.fields)
+	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
+		return fill(given, message, capacity, &p.fields)
+	}); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// Set changes a numeric field, such as ("temperature", 0.7). The library checks the policy as a whole when a request starts.
+func (p *Policy) Set(name string, value float64) error {
+	field, err := fieldOf(name)
+	if err != nil {
+		return err
+	}
+	if field.kind == C.DLM_FIELD_CHOICE {
+		return invalid("policy: %s is a text: use SetChoice", name)
+	}
+	// The highest seed, 2^64 - 1, rounds up to 2^64 as a float64, and that overflows a uint64.
+	isTooLarge := field.kind == C.DLM_FIELD_UINT64 && value >= math.MaxUint64
+	isWhole := field.kind == C.DLM_FIELD_DOUBLE || value == math.Trunc(value)
+	if !isWhole || isTooLarge || !(value >= float64(field.lowest) && value <= float64(field.highest)) {
+		return invalid("policy: %s = %v is not a number that this field takes, in %v..%v", name, value, field.lowest, field.highest)
+	}
+	place := unsafe.Add(unsafe.Pointer(&p.fields), field.offset)
+	switch field.kind {
+	case C.DLM_FIELD_INT32:
+		*(*int32)(place) = int32(value)
+	case C.DLM_FIELD_DOUBLE:
+		*(*float64)(place) = value
+	default:
+		*(*uint64)(place) = uint64(value)
+	}
+	return nil
+}
+
+// SetChoice changes a field that names a choice, such as ("select", "sample").
+func (p *Policy) SetChoice(name, value string) error {
+	field, err := fieldOf(name)
+	if err != nil {
+		return err
+	}
+	if field.kind != C.DLM_FIELD_CHOICE {
+		return invalid("policy: %s is a number: use Set", name)
+	}
+	var known []string
+	for i := C.size_t(0); ; i++ {
+		choice := C.choice_at(field, i)
+		if choice == nil {
+			return invalid("policy: %s = %q is not one of %s", name, value, strings.Join(known, ", "))
+		}
+		if C.GoString(choice) == value {
+			*(**C.char)(unsafe.Add(unsafe.Pointer(&p.fields), field.offset)) = choice
+			return nil
+		}
+		known = append(known, C.GoString(choice))
+	}
+}
+
+func fieldOf(name string) (*C.dlm_policy_field, error) {
+	for i := C.size_t(0); ; i++ {
+		field := C.dlm_policy_field_at(i)
+		if field == nil {
+			return nil, invalid("policy: there is no field %q", name)
+		}
+		if C.GoString(field.name) == name && field.offset < C.sizeof_dlm_policy {
+			return field, nil
+		}
+	}
+}
+
+func invalid(format string, values ...any) error {
+	return &Error{C.DLM_INVALID_ARGUMENT, fmt.Sprintf(format, values...)}
+}

@@ -1,0 +1,64 @@
+"""Layouts of JSON text: the white space that a writer puts between its parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where JSON text has spaces and line breaks. Empty arrays and objects are always ``[]`` and ``{}``.
+
+    Args:
+        item_separator: Text between items of an array and between properties of an object, as in ``json.dumps``.
+        key_separator: Text between a property's name and its value, as in ``json.dumps``.
+        indent: Spaces per level. Each item and property then has its own line, as ``json.dumps(indent=...)`` writes
+            them. By default, there are no line breaks.
+        has_lines: If the whole text is an array, each of its items has its own line, without indentation.
+    """
+
+    item_separator: str = ","
+    key_separator: str = ":"
+    indent: int | None = None
+    has_lines: bool = False
+
+    def around(self, level: int, is_array: bool) -> tuple[str, str, str]:
+        """The text after the opening bracket, between two items, and before the closing bracket.
+
+        ``level`` is the number of containers around this one. Empty containers have no such text.
+        """
+        if self.indent is not None:
+            inner, outer = "\n" + " " * (self.indent * (level + 1)), "\n" + " " * (self.indent * level)
+            return inner, self.item_separator + inner, outer
+        if self.has_lines and is_array and level == 0:
+            return "\n", self.item_separator + "\n", "\n"
+        return "", self.item_separator, ""
+
+    def dumps(self, value: Any, level: int = 0) -> str:
+        """A JSON value as text; characters are escaped only where JSON requires it.
+
+        ``level`` is the number of containers around the value. Raises ValueError for NaN, infinities and unpaired surrogates.
+        """
+        if not isinstance(value, (dict, list, tuple)) or not value:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            text.encode("utf-8")
+            return text
+        is_array = not isinstance(value, dict)
+        start, between, end = self.around(level, is_array)
+        if isinstance(value, dict):
+            items = [self.dumps(name) + self.key_separator + self.dumps(each, level + 1) for name, each in value.items()]
+        else:
+            items = [self.dumps(each, level + 1) for each in value]
+        opening, closing = "[]" if is_array else "{}"
+        return opening + start + between.join(items) + end + closing
+
+
+COMPACT = Layout()
+LAYOUTS = {
+    "compact": COMPACT,  # {"a":1,"b":[1,2]}
+    "spaced": Layout(", ", ": "),  # {"a": 1, "b": [1, 2]}, as json.dumps writes
+    "indented": Layout(",", ": ", indent=2),  # as json.dumps(indent=2) writes
+    "lines": Layout(has_lines=True),  # a top-level array with one compact item per line
+}

@@ -1,0 +1,88 @@
+"""Layouts of JSON text: constraints write what json.dumps writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from constraints import drawn_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemas import random_document
+
+from dlm_runtime.constraints import schema
+from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.layout import LAYOUTS
+
+SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|true|false|null')
+
+
+def reference(value: Any, layout: str) -> str:
+    """What ``layout`` is documented to be."""
+    if layout == "lines" and isinstance(value, list) and value:
+        return "[\n" + ",\n".join(reference(item, "compact") for item in value) + "\n]"
+    given: dict[str, Any] = {"spaced": {}, "indented": {"indent": 2}}.get(layout, {"separators": (",", ":")})
+    return json.dumps(value, ensure_ascii=False, **given)
+
+
+def skeleton(text: str) -> str:
+    """The text without its strings, numbers and literals, which may be spelled in several ways."""
+    return SCALAR.sub("0", text)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text('ab"\né', max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab,: ", max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(value=VALUES, layout=st.sampled_from(list(LAYOUTS)))
+def test_layouts_write_as_json_dumps_does(value: Any, layout: str) -> None:
+    assert LAYOUTS[layout].dumps(value) == reference(value, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
+    source = random.Random(5)
+    for _ in range(12):
+        found = schema.expression(random_document(source), layout=LAYOUTS[layout])
+        texts = byte_automaton(found, CompileLimits(), True)
+        for _ in range(20):
+            text = drawn_text(texts, source, source.randrange(120))
+            assert skeleton(text) == skeleton(reference(json.loads(text), layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=20, deadline=None)
+@given(value=VALUES)
+def test_constants_are_in_the_layout(layout: str, value: Any) -> None:
+    texts = byte_automaton(schema.expression({"const": value}, layout=LAYOUTS[layout]), CompileLimits(), True)
+    assert texts.matches(reference(value, layout).encode())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_object_is_in_the_layout(layout: str) -> None:
+    texts = byte_automaton(schema.any_object(2, LAYOUTS[layout]), CompileLimits(), True)
+    for value in ({}, {"a": 1}, {"a": [1, "x"], "b": {"c": None}, "d": [], "e": {}}):
+        assert texts.matches(reference(value, layout).encode())
+    source = random.Random(3)
+    for _ in range(50):
+        text = drawn_text(texts, source, source.randrange(60))
+        assert skeleton(text) == skeleton(reference(json.loads(text), layout))
+
+
+def test_values_inside_other_containers_are_indented_by_their_level() -> None:
+    wanted = {"type": "array", "prefixItems": [{"const": {"a": [1]}}], "minItems": 1, "items": False}
+    texts = byte_automaton(schema.expression(wanted, layout=LAYOUTS["indented"], level=2), CompileLimits(), True)
+    assert texts.matches(json.dumps([[[{"a": [1]}]]], indent=2).encode()[len("[\n  [\n    ") : -len("\n  ]\n]")])
+    lines = byte_automaton(schema.expression(wanted, layout=LAYOUTS["lines"], level=1), CompileLimits(), True)
+    assert lines.matches(b'[{"a":[1]}]'), "only a top-level array has lines"

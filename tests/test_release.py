@@ -1,0 +1,88 @@
+"""``release/wheels.py``: what can be built is built, and what cannot is said first."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "release" / "wheels.py"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module on an x86-64 machine, with builds that only write files and print what they build."""
+    spec = importlib.util.spec_from_file_location("wheels", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*command: str | Path) -> str:
+        print("built: sdist", file=sys.stderr)
+        (Path(command[command.index("--outdir") + 1]) / "dlm.tar.gz").write_text("sdist")
+        return ""
+
+    def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
+        print(f"built: {architecture}", file=sys.stderr)
+        wheel = folder / f"dlm-{architecture}.whl"
+        wheel.write_text(sdist.read_text())
+        return wheel
+
+    for name, value in {"DIST": tmp_path / "dist", "run": run, "build_wheel": build_wheel}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    return module
+
+
+def _without_compiler(module: ModuleType, monkeypatch: pytest.MonkeyPatch, is_missing: bool) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda name: None if is_missing else f"/usr/bin/{name}")
+
+
+def test_without_the_cross_compiler_the_rest_is_built_and_the_exit_says_what_is_missing(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _without_compiler(wheels, monkeypatch, True)
+    monkeypatch.setattr(sys, "argv", ["wheels.py"])
+    with pytest.raises(SystemExit) as ended:
+        wheels.main()
+    why = "aarch64-linux-gnu-g++ is missing: apt-get install g++-aarch64-linux-gnu"
+    assert ended.value.code == f"Not built: the wheel for aarch64 ({why})"  # sys.exit of a text is exit status 1
+    assert capsys.readouterr().err.splitlines() == [f"No wheel for aarch64: {why}", "built: sdist", "built: x86_64"]
+    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == ["dlm-x86_64.whl", "dlm.tar.gz"]
+
+
+def test_nothing_is_built_where_no_wheel_can_be(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _without_compiler(wheels, monkeypatch, True)
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "--architecture", "aarch64"])
+    with pytest.raises(SystemExit) as ended:
+        wheels.main()
+    assert ended.value.code == 1
+    assert "built" not in capsys.readouterr().err
+    assert not (tmp_path / "dist").exists()
+
+
+def test_both_wheels_are_built_with_the_cross_compiler(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _without_compiler(wheels, monkeypatch, False)
+    monkeypatch.setattr(sys, "argv", ["wheels.py"])
+    wheels.main()
+    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == ["dlm-aarch64.whl", "dlm-x86_64.whl", "dlm.tar.gz"]
+
+
+def test_what_was_built_before_a_failure_is_kept(wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
+        sys.exit("the compiler failed")
+
+    _without_compiler(wheels, monkeypatch, False)
+    monkeypatch.setattr(wheels, "build_wheel", build_wheel)
+    monkeypatch.setattr(sys, "argv", ["wheels.py"])
+    with pytest.raises(SystemExit):
+        wheels.main()
+    assert [path.name for path in (tmp_path / "dist").iterdir()] == ["dlm.tar.gz"]

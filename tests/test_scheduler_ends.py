@@ -1,0 +1,506 @@
+"""However a scheduler ends, or a request in it, nobody waits for ever and nobody else's canvas changes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from constraints import one_class
+from denoisers import ArithmeticDenoiser
+
+import dlm_runtime
+from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Generation, Job
+
+WAIT_S = 30  # far more than any of these takes
+
+
+@pytest.fixture(scope="module")
+def demo(demo_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(demo_bundle, threads=1) as bundle:
+        yield bundle
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Wait until something holds, and fail the test where it does not come to."""
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def threads() -> int:
+    """Threads of this process, native ones included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def in_fork(body: Callable[[], object]) -> int:
+    """The exit code of a forked process that runs ``body``: 0 if it returns. A hang is killed and is -14."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(WAIT_S)
+            body()
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python program of its own."""
+    environment = os.environ | variables
+    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+
+
+# ---- The thread ends ----
+
+FAILING_NEW = """
+#include <atomic>
+#include <cstdlib>
+#include <new>
+// Fails one allocation of the thread that armed it.
+static thread_local long left = -1;
+static std::atomic<long> failed{0};
+extern "C" void arm(long allocations) { left = allocations; }
+extern "C" long failures() { return failed; }
+static void* take(std::size_t bytes) {
+  if (left >= 0 && left-- == 0) { ++failed; return nullptr; }
+  return std::malloc(bytes == 0 ? 1 : bytes);
+}
+void* operator new(std::size_t bytes) { if (void* found = take(bytes)) return found; throw std::bad_alloc(); }
+void* operator new[](std::size_t bytes) { return operator new(bytes); }
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return take(bytes); }
+void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept { return take(bytes); }
+void operator delete(void* pointer) noexcept { std::free(pointer); }
+void operator delete[](void* pointer) noexcept { std::free(pointer); }
+void operator delete(void* pointer, std::size_t) noexcept { std::free(pointer); }
+void operator delete[](void* pointer, std::size_t) noexcept { std::free(pointer); }
+"""
+
+TINY = """
+    import ctypes, os, sys, threading, time
+    import dlm_runtime
+    from dlm_runtime import CallbackPass, ClosedError, DenoiserInfo, DlmError
+
+    def run(p):  # a denoiser of 39 tokens and a mask; without torch, which takes seconds to import
+        for i, row in enumerate(p.score_rows):
+            token = (7 * int(p.position_ids[row]) + int(p.input_ids.sum())) % 38
+            p.top_tokens[i], p.top_probs[i] = (token, token + 1), (0.5, 0.25)
+
+    def tiny():
+        return dlm_runtime.from_callback(DenoiserInfo(vocab_size=40, mask_token_id=39, max_canvas_length=512), run)
+"""
+
+SWEEP = (
+    TINY
+    + """
+    shim = ctypes.CDLL(sys.argv[1])
+    bundle, options = tiny(), dict(max_new_tokens=5)
+    alone = {start: bundle.generate(tokens=[start], **options).tokens for start in range(4)}
+    ended = failed = stopped = 0
+
+    def is_out_of_memory(action):
+        try:
+            action()
+        except ClosedError:
+            return False
+        except DlmError as err:
+            assert "out of memory" in str(err), err
+            return True
+        return False
+
+    for allocation in range(int(sys.argv[2]), int(sys.argv[3])):
+        scheduler = bundle.scheduler(max_running=2)
+        first = scheduler.submit(tokens=[0], events=True, **options)
+        step, armed = first._step, threading.Event()
+
+        def arm(view):
+            step(view)
+            if not armed.is_set():
+                armed.set()
+                shim.arm(allocation)
+
+        first._step = arm
+        jobs = {0: first}
+        for start in range(1, 4):
+            is_out_of_memory(lambda: jobs.update({start: scheduler.submit(tokens=[start], **options)}))
+        for start, job in jobs.items():
+            if is_out_of_memory(lambda: job.result(30)):
+                failed += 1
+            else:
+                assert job.result(0).tokens == alone[start]
+                ended += 1
+        if is_out_of_memory(scheduler.close):
+            stopped += 1
+            assert is_out_of_memory(lambda: scheduler.submit(tokens=[1]))
+    print(shim.failures(), ended, failed, stopped)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that, preloaded, fails one allocation of the native library."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    folder = tmp_path_factory.mktemp("new")
+    (folder / "new.cc").write_text(FAILING_NEW)
+    made = folder / "libnew.so"
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", "-O1", str(folder / "new.cc"), "-o", str(made)], check=True)
+    return made
+
+
+def test_an_allocation_that_fails_in_the_thread_ends_jobs_with_the_cause(failing_new: Path) -> None:
+    done = run_script(SWEEP, str(failing_new), "0", "60", LD_PRELOAD=str(failing_new))
+    assert done.returncode == 0, done.stderr
+    failures, ended, failed, stopped = map(int, done.stdout.split())
+    assert failures > 20
+    assert failed >= failures / 2
+    assert stopped > 0, "allocations of no job are among them"
+    assert ended > 60
+
+
+def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ends at once, over a library that says why."""
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def dlm_scheduler_run(self, *arguments: Any) -> int:
+            begin.wait(WAIT_S)
+            arguments[4].value = b"the device fell off the bus"
+            return 5
+
+    real, begin = dlm_runtime._native.library(), threading.Event()
+    with ArithmeticDenoiser().bundle as bundle:
+        library = Library()
+        monkeypatch.setattr(dlm_runtime._native, "library", lambda: library)
+        scheduler = bundle.scheduler()
+        job = scheduler.submit(tokens=[5], max_new_tokens=4)
+        begin.set()
+        job.result(WAIT_S)  # the native scheduler is destroyed, so that the wait ends
+        wait_for(lambda: not scheduler._runner._thread.is_alive())
+        for action in (lambda: scheduler.submit(tokens=[5]), scheduler.close):
+            with pytest.raises(dlm_runtime.EngineError, match="the device fell off the bus"):
+                action()
+        assert scheduler.stats.submitted == 1
+
+
+def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
+    """By one token it leads to two states, from one of which an end is never reached by what follows."""
+    denoiser = ArithmeticDenoiser(eos=0)
+    try:
+        lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
+    except DlmError:
+        pytest.skip("ambiguous automata are rejected as they are read")
+    with denoiser.bundle as bundle, bundle.scheduler(max_running=4) as scheduler:
+        alone = bundle.generate(tokens=[5], max_new_tokens=8)
+        jobs = []
+        for number in range(12):
+            jobs.append(scheduler.submit(tokens=[5], max_new_tokens=8))
+            constrained = scheduler.submit(tokens=[5], max_new_tokens=8, constraint=lost, deadline_ms=0.01 * (number + 1))
+            with contextlib.suppress(DlmError):
+                constrained.result(WAIT_S)
+        assert all(job.result(WAIT_S).tokens == alone.tokens for job in jobs)
+
+
+# ---- The interpreter, the garbage collector ----
+
+
+def test_the_interpreter_exits_with_a_scheduler_open_and_a_job_that_tells_of_its_steps(demo_bundle: Path) -> None:
+    script = (
+        TINY
+        + """
+    schedulers = [bundle.scheduler() for bundle in (dlm_runtime.open(sys.argv[1], threads=2), tiny())]
+    jobs = [each.submit(tokens=[5], max_new_tokens=200, events=True) for each in schedulers for _ in range(3)]
+    for job in jobs[::3]:
+        next(iter(job))
+    print("exits")
+    """
+    )
+    done = run_script(script, str(demo_bundle))
+    assert (done.returncode, done.stdout) == (0, "exits\n"), done.stderr
+    assert done.stderr == ""
+
+
+def test_the_interpreter_exits_while_daemon_threads_generate() -> None:
+    script = (
+        TINY
+        + """
+    bundle = tiny()
+    events = [None, threading.Event()]
+
+    def generate(cancel):
+        while True:
+            bundle.generate(tokens=[5], max_new_tokens=500, cancel=cancel)
+
+    for event in events:
+        threading.Thread(target=generate, args=(event,), daemon=True).start()
+    time.sleep(0.2)
+    print("exits")
+    """
+    )
+    done = run_script(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "exits\n", "")
+
+
+def test_a_forgotten_scheduler_ends_its_thread_and_lets_go_of_its_bundle() -> None:
+    denoiser = ArithmeticDenoiser()
+    before = threading.active_count()
+    scheduler = denoiser.bundle.scheduler()
+    assert scheduler.submit(tokens=[5], max_new_tokens=4).result(WAIT_S).nfe > 0
+    held = weakref.ref(scheduler)
+    job: Job | None = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
+    del scheduler
+    gc.collect()
+    assert held() is not None, "a job keeps it"
+    assert job is not None
+    assert job.result(WAIT_S).finish in ("stop", "length")
+    del job
+    gc.collect()
+    assert held() is None
+    wait_for(lambda: threading.active_count() == before)
+    wait_for(lambda: denoiser.bundle._busy == 0)
+
+
+def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itself() -> None:
+    denoiser = ArithmeticDenoiser()
+    before = threading.active_count()
+    scheduler: Any = denoiser.bundle.scheduler()
+    job: Any = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
+    kept = [scheduler, job]
+    job._step = lambda _: kept.clear()
+    del scheduler, job
+    wait_for(lambda: gc.collect() >= 0 and threading.active_count() == before)
+
+
+def test_submit_and_stats_race_with_close() -> None:
+    denoiser = ArithmeticDenoiser()
+    wrong: list[BaseException] = []
+
+    def use(scheduler: Any, is_ready: threading.Barrier) -> None:
+        is_ready.wait(WAIT_S)
+        try:
+            while True:
+                _ = scheduler.stats
+                scheduler.submit(tokens=[5], max_new_tokens=1)
+        except ClosedError:
+            pass
+        except BaseException as err:
+            wrong.append(err)
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            scheduler = denoiser.bundle.scheduler(max_waiting=100_000)
+            is_ready = threading.Barrier(4)
+            users = [threading.Thread(target=use, args=(scheduler, is_ready)) for _ in range(3)]
+            for user in users:
+                user.start()
+            is_ready.wait(WAIT_S)
+            time.sleep(0.002)
+            closers = [threading.Thread(target=scheduler.close) for _ in range(2)]
+            for closer in closers:
+                closer.start()
+            for each in (*users, *closers):
+                each.join(WAIT_S)
+                assert not each.is_alive()
+    finally:
+        sys.setswitchinterval(switch)
+    assert wrong == []
+
+
+# ---- Forks ----
+
+
+def test_in_a_forked_process_every_method_raises_at_once_and_the_parent_goes_on(demo: Bundle) -> None:
+    request: dict[str, Any] = {"prompt": "play jazz", "max_new_tokens": 16, "preset": "llada"}
+    alone = demo.generate(**request)
+    with demo.scheduler(max_running=2) as scheduler:
+        jobs = [scheduler.submit(**request, events=True) for _ in range(4)]
+        stream = demo.stream(**request)
+        next(stream)
+
+        def try_all() -> None:
+            actions: list[Callable[[], object]] = [
+                lambda: scheduler.submit(**request),
+                lambda: scheduler.stats,
+                scheduler.close,
+                lambda: jobs[0].done,
+                jobs[0].cancel,
+                lambda: jobs[0].result(),
+                lambda: next(iter(jobs[0])),
+                lambda: demo.generate(**request),
+                lambda: demo.generate_batch(prompts=["go"]),
+                lambda: demo.logits([1, 2]),
+                lambda: demo.time_passes(4, 0, 1, 1),
+                lambda: next(stream),
+                lambda: demo.stream(**request),
+                lambda: demo.constraint(regex="a+"),
+                lambda: demo.scheduler(),
+                lambda: demo.infill("a <mask> b"),
+                demo.close,
+            ]
+            for number, action in enumerate(actions):
+                with pytest.raises(ForkError, match="Open the bundle in this process"):
+                    action()
+                assert number >= 0
+            jobs.clear()
+            gc.collect()
+            with demo, scheduler:
+                pass
+
+        assert in_fork(try_all) == 0
+        assert all(job.result(WAIT_S).tokens == alone.tokens for job in jobs)
+        *_, last = stream
+        assert last.canvas == alone.tokens
+    assert demo.generate(**request).tokens == alone.tokens
+
+
+def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -> None:
+    script = """
+        import os, sys
+        import dlm_runtime
+        bundle = dlm_runtime.open(sys.argv[1], threads=2)
+        scheduler = bundle.scheduler()
+        jobs = [scheduler.submit(prompt="play jazz", max_new_tokens=16, events=True) for _ in range(4)]
+        next(iter(jobs[0]))
+        if child := os.fork():
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), {job.result(30).text for job in jobs})
+        else:
+            try:
+                bundle.generate(prompt="play jazz")
+            except dlm_runtime.ForkError:
+                with dlm_runtime.open(sys.argv[1], threads=2) as own:
+                    assert own.generate(prompt="play jazz", max_new_tokens=16).text
+                sys.exit(7)
+    """
+    done = run_script(script, str(demo_bundle))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("7 {'")
+    assert done.stderr == ""
+
+
+# ---- All of it at once ----
+
+
+class _Failing:
+    """Takes the steps of a job, and fails after some of them."""
+
+    def __init__(self, job: Job, steps: int) -> None:
+        self._step, self._left = job._step, steps
+
+    def __call__(self, view: Any) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ZeroDivisionError
+        self._step(view)
+
+
+def _same(one: Generation, other: Generation) -> bool:
+    names = ("tokens", "text", "nfe", "finish", "undecided", "prompt_tokens", "completion_tokens")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(demo: Bundle, count: int) -> None:
+    draw = random.Random(count)
+    constraint = demo.constraint(enum=["yes", "no", "it depends"])
+    kinds: list[dict[str, Any]] = [
+        {"preset": "fast-dllm"},
+        {"preset": "llada", "steps": 8},
+        {"preset": "fast-dllm", "cache": "prefix", "block_length": 8},
+        {"temperature": 0.8, "top_p": 0.95, "seed": 7},
+        {"preset": "fast-dllm", "constraint": constraint},
+        {"preset": "fast-dllm", "stop_strings": ["arguments"]},
+    ]
+    prompts = ("turn on the kitchen lights", "play jazz", "go")
+    wanted = [(prompt, number) for prompt in prompts for number in range(len(kinds))]
+    alone = {(prompt, number): demo.generate(prompt=prompt, max_new_tokens=24, **kinds[number]) for prompt, number in wanted}
+    before, forks = threads(), 0
+    fates = ("whole",) * 5 + ("cancelled at once", "cancelled later", "late", "failing", "dropped", "forked")
+    tally: dict[str, int] = dict.fromkeys(fates, 0)
+    ended: dict[str, int] = {}
+    scheduler = demo.scheduler(max_running=6, max_tokens=200, max_waiting=count)
+    open_jobs: list[tuple[str, tuple[str, int], Job]] = []
+
+    def collect(is_closed: bool) -> None:
+        for fate, which, job in open_jobs:
+            try:
+                result = job.result(WAIT_S)
+            except DlmError as err:
+                assert fate == "failing", err  # noqa: PT017
+                ended["error"] = ended.get("error", 0) + 1
+                continue
+            ended[result.finish] = ended.get(result.finish, 0) + 1
+            if result.finish == "cancelled":
+                assert is_closed or fate == "cancelled at once" or fate == "cancelled later"
+            elif result.finish == "deadline":
+                assert fate == "late"
+            else:
+                assert _same(result, alone[which]), (fate, which)
+        open_jobs.clear()
+
+    for number in range(count):
+        which, fate = draw.choice(wanted), draw.choice(fates)
+        tally[fate] += 1
+        more: dict[str, Any] = {"deadline_ms": draw.uniform(0.01, 5)} if fate == "late" else {}
+        more |= {"events": True} if fate == "failing" or draw.random() < 0.2 else {}
+        job = scheduler.submit(prompt=which[0], max_new_tokens=24, **kinds[which[1]], **more)
+        if fate == "failing":
+            job._step = _Failing(job, draw.randrange(3))  # type: ignore[method-assign]
+        if fate == "cancelled at once":
+            job.cancel()
+        if fate == "cancelled later":
+            threading.Timer(draw.random() / 50, job.cancel).start()
+        if fate == "forked" and forks < 10:
+            forks += 1
+
+            def use(scheduler: Any = scheduler, job: Job = job) -> None:
+                for action in (
+                    lambda: scheduler.submit(prompt="go"),
+                    job.result,
+                    scheduler.close,
+                    lambda: demo.generate(prompt="go"),
+                ):
+                    with pytest.raises(ForkError):
+                        action()
+
+            assert in_fork(use) == 0
+        if fate != "dropped":
+            open_jobs.append((fate, which, job))
+        del job
+        if number % (count // 4) == count // 4 - 1:  # in the middle of it
+            if number % 2:
+                scheduler.close()
+                with pytest.raises(ClosedError):
+                    scheduler.submit(prompt="go")
+                collect(True)
+            else:
+                collect(False)
+                scheduler.close()
+            scheduler = demo.scheduler(max_running=6, max_tokens=200, max_waiting=count)
+    collect(False)
+    scheduler.close()
+    print(f"{count} requests {tally}, {forks} forks: {ended}")
+    assert sum(ended.values()) + tally["dropped"] == count
+    wait_for(lambda: threads() <= before)
