@@ -2,10 +2,11 @@
 
     python benchmarks/edge.py [--sizes 0.6B,1.7B] [--threads 1,2] [--rounds 5] [--json FILE]
 
-The shapes are Qwen3's with a tied embedding, as SDAR has them, with random weights. A pass of this runtime computes T tokens over
-256 cached ones. llama.cpp runs the autoregressive model of the same shape: one token after 256 others, and prompts of T tokens.
-Each model is in its own process, and all take turns. ``rate`` is the time of reading the weights once at the speed of a plain
-read of memory, measured in the same run. Needs benchmarks/requirements.txt; without llama.cpp only this runtime is measured.
+The shapes are Qwen3's with a tied embedding, as SDAR has them, with random weights. A pass of this runtime computes T tokens
+over 256 cached ones. llama.cpp runs the autoregressive model of the same shape: one token after 256 others, and prompts of T
+tokens. Each model is in its own process, and all take turns. ``rate`` is the time of reading the weights once at the speed of
+a plain read of memory, measured in the same run. Needs benchmarks/requirements.txt; without llama.cpp only this runtime is
+measured.
 """
 
 from __future__ import annotations
