@@ -1,7 +1,7 @@
-"""The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA architecture, written once under build/.
+"""The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA or Qwen3 architecture, written once under build/.
 
-The file format is that of the ``gguf`` package; keys and tensor names are those that llama.cpp's own converter writes for
-LLaDA (conversion/llada.py there). Contestants are driven by token ids, so that the files carry no vocabulary but its size.
+The file format is that of the ``gguf`` package. Keys and tensor names are those that llama.cpp's own converter writes for
+LLaDA (conversion/llada.py there) and Qwen3. The benchmarks use token ids, so the files hold only the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _write(size: str, path: Path) -> None:
     layer = c.layers[0]  # llama.cpp's LLaDA has layers that are all alike
     attention = layer.attention
     weights = families.open_weights(opened, c)
-    writer = gguf.GGUFWriter(path, "llada")
+    is_llada = c.family == "llada"  # otherwise SDAR, as the autoregressive model that has its shape
+    writer = gguf.GGUFWriter(path, "llada" if is_llada else "qwen3")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(c.max_canvas_length)
@@ -67,9 +68,13 @@ def _write(size: str, path: Path) -> None:
     writer.add_rope_dimension_count(attention.head_size)
     writer.add_rope_freq_base(attention.rope.theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_causal_attention(False)
-    writer.add_diffusion_shift_logits(False)
-    writer.add_mask_token_id(c.mask_token_id)
+    if is_llada:
+        writer.add_causal_attention(False)
+        writer.add_diffusion_shift_logits(False)
+        writer.add_mask_token_id(c.mask_token_id)
+    else:
+        writer.add_key_length(attention.head_size)
+        writer.add_value_length(attention.head_size)
     writer.add_eos_token_id(c.eos_token_ids[0])
     writer.add_file_type(FILE_TYPES["F16"])
 
@@ -85,10 +90,14 @@ def _write(size: str, path: Path) -> None:
         add(f"blk.{i}.attn_norm", f"blocks.{i}.attention_norm.weight")
         add(f"blk.{i}.ffn_norm", f"blocks.{i}.mlp_norm.weight")
         for ours, theirs in LAYER_TENSORS.items():
-            heads = {"attention.q": attention.heads, "attention.k": attention.kv_heads}.get(ours, 0)
+            heads = {"attention.q": attention.heads, "attention.k": attention.kv_heads}.get(ours, 0) if is_llada else 0
             add(f"blk.{i}.{theirs}", f"blocks.{i}.{ours}.weight", heads)
+        if attention.qk_norm:
+            add(f"blk.{i}.attn_q_norm", f"blocks.{i}.attention.q_norm.weight")
+            add(f"blk.{i}.attn_k_norm", f"blocks.{i}.attention.k_norm.weight")
     add("output_norm", "final_norm.weight")
-    add("output", "head.weight")
+    if not c.tied_head:
+        add("output", "head.weight")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""What the benchmarks measure: the demo, and random checkpoints in LLaDA's layout, bf16, written once under build/."""
+"""The models of the benchmarks: the demo, and random checkpoints of LLaDA and SDAR in bf16, written once under build/."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "134M": {"d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12, "mlp_hidden_size": 2048, "vocab": 32_000},
     "1B": {"d_model": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 5632, "vocab": 50_304},
 }
+
+TIED: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
+    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
+    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
+}
+"""Qwen3's shapes with a tied embedding, which SDAR has: 8 key and value heads of 128, vocabulary 151,936."""
 
 
 QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
@@ -48,8 +55,13 @@ def checkpoint(name: str, layers: int | None = None) -> Path:
     """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the trained one: ``demo``."""
     if name == "demo":
         return DEMO
-    from checkpoints import llada_config
+    from checkpoints import llada_config, sdar_config
 
+    if name in TIED:
+        heads = {"num_key_value_heads": 8, "head_dim": 128}
+        ids = {"vocab_size": 151_936, "mask_token_id": 151_669, "eos_token_id": 151_645, "pad_token_id": 151_643}
+        tied = {"tie_word_embeddings": True, "max_position_embeddings": 4096}
+        return random_checkpoint(name, sdar_config(**TIED[name], **heads, **ids, **tied), shards=4)
     shape = dict(SHAPES[name])
     shape["n_layers"] = layers or shape["n_layers"]
     vocab = shape.pop("vocab")

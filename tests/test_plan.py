@@ -292,13 +292,15 @@ def test_a_build_counts_weights_as_a_plan_does(
     assert counted == [_weights_bytes(Shape("a", source.network, None, {}), planned)]
 
 
-def test_a_tied_head_is_no_layer_of_a_recipe(tmp_path: Path) -> None:
+def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[layers]\nhead = "int8-weight"\n')
-    (found,), _ = precisions_of(TINY, H100, [str(recipe)])
-    assert found.layers == (("head", "int8-weight"),)
+    tied = replace(TINY, network=replace(TINY.network, tied_head=True))
+    for shape, target in ((TINY, H100), (TINY, CPU), (tied, CPU)):
+        (found,), _ = precisions_of(shape, target, [str(recipe)])
+        assert found.layers == (("head", "int8-weight"),)
     with pytest.raises(RecipeError, match="no layer is called 'head'"):
-        precisions_of(replace(TINY, network=replace(TINY.network, tied_head=True)), H100, [str(recipe)])
+        precisions_of(tied, H100, [str(recipe)])
 
 
 def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bundle: Path) -> None:

@@ -107,8 +107,8 @@ class QuantisedWeight:
                 np.multiply(self.codes[start:stop].astype(np.float32), self.scales, out=out[start:stop])
         return out
 
-    def columns(self, chosen: slice) -> QuantisedWeight:
-        """Some of the N columns, as they are."""
+    def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
+        """Some of the N columns, by a slice or by their numbers."""
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])

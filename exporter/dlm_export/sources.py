@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 import dlm_runtime
+from dlm_calibration.formats import FP16, FP32
 from dlm_calibration.pieces import Index
 from dlm_export import families, graph
 from dlm_export.bundle import network_of, sha256
@@ -176,6 +178,11 @@ class BundleParameters:
 
     def view(self, parameter: str) -> None:
         """None: what a bundle holds is read and checked each time."""
+
+    def stored_type(self, parameter: str) -> np.dtype:
+        """See ``Parameters.stored_type``."""
+        found = FP32 if parameter in self._panels else self._tensors[parameter].dtype.numpy()
+        return found if found in (FP16, np.dtype(ml_dtypes.bfloat16)) else FP32
 
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:

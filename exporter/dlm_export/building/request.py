@@ -159,6 +159,11 @@ def check_job(request: Request, source: Source) -> Job:
         formats = {path: held_in(request, layer, asked[path]) for path, layer in network.quantisable().items()}
         formats |= _held_together(request, network, asked)
         notes = _told(request, network, asked, formats)
+    if request.recipe is not None and request.recipe.embedding is not None and network.tied_head:
+        raise RecipeError(
+            "this denoiser's embedding table is also the weight of its head: leave out the format of the embedding, and give "
+            'the head one, as in head = "int8-dynamic"'
+        )
     job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."

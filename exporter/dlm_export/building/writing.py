@@ -10,6 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 
 from dlm_calibration.formats import FP16, FP32, QuantisedWeight
 from dlm_calibration.pieces import Lazy
@@ -21,6 +22,7 @@ from dlm_export.families.base import Parameters, later
 from dlm_export.graph import cuda, experts, functions, fuse, quantise, trace, widen, write
 from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
+from dlm_export.network.spec import EMBEDDING
 from dlm_export.progress import Stages
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.text.compiled import TEXT_FILE, compile_text
@@ -109,6 +111,9 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         stacks = experts.lay_out(traced.model, source.network, formats or {}, amax)
     if stacks:
         read = _expert_reader(read, job, quantised, stacks)
+    if not request.on_gpu and job.base == "fp32":
+        parameters = job.source.parameters if quantised is None else quantised.numbers.parameters
+        write.narrow_embedding(traced, ir.DataType.from_numpy(parameters.stored_type(EMBEDDING)))
     fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     with stages.stage("write weights", write.data_bytes(source.network, job.base, formats)) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)

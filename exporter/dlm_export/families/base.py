@@ -26,6 +26,9 @@ class Parameters(Protocol):
     def view(self, parameter: str) -> Tensor | None:
         """The same as it lies in a mapped file, in its own type and not to be written to; None where it has to be computed."""
 
+    def stored_type(self, parameter: str) -> np.dtype:
+        """The element type that holds every value of a parameter: fp16 or bf16 if it is stored so unchanged, otherwise fp32."""
+
 
 def later(parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32) -> Lazy:
     """A parameter that is read, and checked, where it is indexed."""
@@ -125,7 +128,7 @@ class Layout:
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both forms."""
-        matrices = {linear.weight: linear for linear in network.linear_layers()}
+        matrices = {linear.weight: linear for linear in network.linear_layers() if not linear.is_tied}
         released = {parameter: self.released(parameter) for parameter in network.parameters()}
         stacks = {parameter: name for parameter, name in released.items() if "{e}" in name}
         merged = {parameter: name.replace(".{e}", "").removesuffix(".weight") for parameter, name in stacks.items()}

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from dlm_calibration.formats import FP32
+from dlm_calibration.formats import FP16, FP32
 from dlm_calibration.pieces import Index, ahead, row_slices
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
@@ -75,6 +75,13 @@ class Weights(Tensors):
                 self._refuse(parameter, np.dtype(np.float32))
             self._viewed.add(parameter)
         return tensor
+
+    def stored_type(self, parameter: str) -> np.dtype:
+        """See ``Parameters.stored_type``."""
+        if parameter in self.quantised:
+            return FP32
+        types = {self.checkpoint.tensors[piece.tensor].dtype for piece in self.origins[parameter].pieces}
+        return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
         """CheckpointError for a parameter that holds what ``dtype`` does not."""

@@ -10,6 +10,8 @@ definitions are what those kernels must compute.
 ``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
 ``Int4Linear``, ``2``,      the same four with weights in INT4, which have scales by groups of inputs
 ``3``, ``Int4GatedLinear``
+``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``: rows of an embedding table that is stored as the
+``Int4Embedding``           weight of a tied head; row ``id`` is column ``id`` of that weight
 ``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``: for each
                             token the gated MLPs that are chosen, their results weighed and added up (``routed``)
 ``Fp32Experts``,            the same with all experts' weights in panels of a format
@@ -72,6 +74,7 @@ KERNELS = (
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
     *("Fp32Experts", "Int8Experts", "Int4Experts"),
+    *("Int8Embedding", "Int4Embedding"),
     "NVFP4Linear",
     "Candidates",
 )
@@ -239,6 +242,33 @@ def _by_int4(body: Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value,
     weight = op("Slice", op("Mul", matrix, op("Gather", steps, group)), ints(0), count, ints(1))
     y: ir.Value = op("Mul", op("MatMul", codes, weight), row_scale)
     return y
+
+
+def _embedding(name: str, *, is_int4: bool) -> ir.Function:
+    """A row's codes times its scales; the row is one column of each group of 32 that its panel holds."""
+    body = Body(name, "ids panels scales")
+    op, ints = body.op, body.ints
+    ids, stored, scales = body.inputs
+    panel = op("Div", ids, ints(PANEL))
+    column = op("Sub", ids, op("Mul", panel, ints(PANEL)))
+    together = op("Gather", stored, panel)  # [B, T, K / 4, 32, 4], INT4 [B, T, K / 8, 32, 4]
+    shape = op("Concat", op("Shape", together, start=0, end=3), ints(1, DOT), axis=0)
+    codes = op("GatherElements", together, op("Expand", op("Unsqueeze", column, ints(2, 3, 4)), shape), axis=3)
+    if not is_int4:
+        row = op("Sub", op("Cast", op("Reshape", codes, ints(0, 0, -1)), to=ir.DataType.FLOAT), body.constant(np.float32(128)))
+        return body.function({"y": op("Mul", row, op("Unsqueeze", op("Gather", scales, ids), ints(2)))})
+    low = op("BitwiseAnd", codes, body.constant(np.uint8(15)))
+    high = op("BitShift", codes, body.constant(np.uint8(4)), direction="RIGHT")
+    both = op("Reshape", op("Concat", low, high, axis=3), ints(0, 0, -1))
+    row = op("Sub", op("Cast", both, to=ir.DataType.FLOAT), body.constant(np.float32(8)))
+    of_panel = op("Gather", scales, panel)  # [B, T, groups, 32]
+    groups = op("Concat", op("Shape", of_panel, start=0, end=3), ints(1), axis=0)
+    steps = op("GatherElements", of_panel, op("Expand", op("Unsqueeze", column, ints(2, 3)), groups), axis=3)
+    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
+    inputs = op("Squeeze", op("Shape", row, start=2, end=3))
+    group = op("Div", op("Range", zero, inputs, one), body.attribute("group_size", ir.AttributeType.INT))
+    by_input = op("Gather", op("Cast", op("Squeeze", steps, ints(3)), to=ir.DataType.FLOAT), group, axis=2)
+    return body.function({"y": op("Mul", row, by_input)}, {"group_size": ir.AttributeType.INT})
 
 
 _Code = Callable[["Body", ir.Value], ir.Value]
@@ -417,6 +447,8 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int4Linear2": lambda: _linear("Int4Linear2", 2, is_int4=True),
     "Int4Linear3": lambda: _linear("Int4Linear3", 3, is_int4=True),
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
+    "Int8Embedding": lambda: _embedding("Int8Embedding", is_int4=False),
+    "Int4Embedding": lambda: _embedding("Int4Embedding", is_int4=True),
     **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
         f"{stored}{kind}CachedAttention": functools.partial(_cached_attention, f"{stored}{kind}CachedAttention", *codes)

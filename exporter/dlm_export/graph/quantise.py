@@ -41,9 +41,10 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, experts, functions
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.routed import MIXTURE
+from dlm_export.graph.routed import E4M3_VALUES, MIXTURE
+from dlm_export.graph.taps import weight_of
 from dlm_export.graph.trace import Graph
-from dlm_export.network.spec import LinearSpec
+from dlm_export.network.spec import HEAD, LinearSpec
 
 TRT_DOMAIN = "trt"
 MICROSOFT_DOMAIN = "com.microsoft"
@@ -65,12 +66,6 @@ class Part:
     part: str
 
 
-def _weight(node: ir.Node) -> ir.Value | None:
-    if node.op_type != "MatMul" or node.inputs[1] is None or not node.inputs[1].is_initializer():
-        return None
-    return node.inputs[1]
-
-
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     """Why a layer's shape does not suit a format, None where it does; a GPU's graph has no group that is short."""
     chosen, inputs = FORMATS[name], layer.inputs
@@ -79,6 +74,8 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
         return f"a CPU has no function for experts in {name}"
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
+    if layer.is_tied and (on_gpu or not chosen.is_dynamic) and chosen.weights is not None:
+        return f"there is no lookup for an embedding table that is also the head's weight in {name}"
     together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
     if chosen.is_dynamic and inputs % together:
         return f"{name} multiplies {together} inputs at once, and {inputs} are no multiple"
@@ -105,20 +102,27 @@ def rewrite(
     wanted = {layer for layer, name in formats.items() if name != HIGH}
     if any(node.op_type == MIXTURE for node in traced.model.graph):  # their weights are laid out by ``experts``
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
+    head = traced.network.quantisable()[HEAD]
     for node in list(traced.model.graph):
         layer = node.metadata_props.get(LAYER_KEY, "")
-        weight = _weight(node)
+        weight = weight_of(node)
         if weight is None:
-            if embedding is not None and node.op_type == "Gather" and layer == "embed":
-                writer.embedding(node, embedding)
+            if node.op_type == "Gather" and layer == "embed":
+                if head.is_tied and FORMATS[formats.get(HEAD, HIGH)].weights is not None:
+                    writer.look_up(node, FORMATS[formats[HEAD]])
+                elif embedding is not None:
+                    writer.embedding(node, embedding)
             continue
         turned = (rotated or {}).get(layer)
         if turned is not None:
             writer.rotate(node, turned)
         chosen = FORMATS[formats.get(layer, HIGH)]
         if chosen.weights is not None:
-            writer.layer(node, layer, chosen, amax.get(layer))
+            writer.layer(node, layer, chosen, amax.get(layer), head if head.is_tied and layer == HEAD else None)
             wanted.remove(layer)
+            transpose = weight.producer()
+            if transpose is not None and not weight.uses():
+                traced.model.graph.remove(transpose, safe=True)
     assert not wanted, f"not in the graph: {wanted}"
     unused = [name for name, value in traced.model.graph.initializers.items() if not value.uses()]
     for name in unused:
@@ -161,6 +165,8 @@ class _Writer:
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
         """An initialiser that ``write_graph`` will ask for."""
         name = f"{layer}.weight.{part}"
+        if name in self.graph.initializers:  # of a tied head, which the embedding asked for
+            return self.graph.initializers[name]
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
         self.graph.initializers[name] = value
         self.parts[name] = Part(layer, part)
@@ -178,18 +184,23 @@ class _Writer:
             self.graph.initializers[name] = value
         return self.graph.initializers[name]
 
-    def layer(self, node: ir.Node, layer: str, chosen: LayerFormat, amax: float | None) -> None:
+    def layer(self, node: ir.Node, layer: str, chosen: LayerFormat, amax: float | None, tied: LinearSpec | None = None) -> None:
+        """Quantise a MatMul. ``tied``: its description if its weight is the transposed embedding table."""
         x, w = node.inputs
         assert x is not None
         assert w is not None
-        assert w.shape is not None
-        K, N = (int(size) for size in w.shape)  # type: ignore[arg-type]
+        if tied is None:
+            assert w.shape is not None
+            K, N = (int(size) for size in w.shape)  # type: ignore[arg-type]
+        else:
+            K, N = tied.inputs, tied.outputs
         if chosen.is_dynamic:
             assert self.dtype == ir.DataType.FLOAT, layer
             if chosen.group_size is None:
-                self.int8_panels(node, layer, x, K, N)
+                self.linear(node, layer, "Int8Linear", [x, *self.int8_panels(layer, K, N)], N)
             else:
-                self.int4_panels(node, layer, x, K, N, chosen.group_size)
+                stored = self.int4_panels(layer, K, N, chosen.group_size)
+                self.linear(node, layer, "Int4Linear", [x, *stored], N, group_size=chosen.group_size)
             return
         if self.form == "cuda":
             self.blocks(node, layer, x, chosen, K, N)
@@ -203,19 +214,35 @@ class _Writer:
             return
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
-    def int8_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
+    def int8_panels(self, layer: str, K: int, N: int) -> tuple[ir.Value, ir.Value]:
+        """Codes and scales of a layer in INT8."""
         width = functions.padded(N)
         shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
-        scales = self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
-        self.linear(node, layer, "Int8Linear", [x, panels, scales], N)
+        return panels, self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
 
-    def int4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int, group_size: int) -> None:
+    def int4_panels(self, layer: str, K: int, N: int, group_size: int) -> tuple[ir.Value, ir.Value]:
+        """Codes and scales of a layer in INT4."""
         count = functions.padded(N) // functions.PANEL
         shape = (count, K // functions.PAIRS, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
-        scales = self.weight(layer, "panel_scales", (count, -(-K // group_size), functions.PANEL), ir.DataType.FLOAT16)
-        self.linear(node, layer, "Int4Linear", [x, panels, scales], N, group_size=group_size)
+        scales = (count, -(-K // group_size), functions.PANEL)
+        return panels, self.weight(layer, "panel_scales", scales, ir.DataType.FLOAT16)
+
+    def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
+        """Rows of an embedding table whose codes and scales are those of a tied head."""
+        table, ids = node.inputs
+        assert table is not None
+        assert table.shape is not None
+        V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
+        attributes: dict[str, Any] = {}
+        if chosen.group_size is None:
+            name, stored = "Int8Embedding", self.int8_panels(HEAD, hidden, V)
+        else:
+            name, stored = "Int4Embedding", self.int4_panels(HEAD, hidden, V, chosen.group_size)
+            attributes = {"group_size": chosen.group_size}
+        functions.declare(self.model, name)
+        self.put(node, "embed", f"{DOMAIN}::{name}", [ids, *stored], attributes)
 
     def nvfp4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
         count = functions.padded(N) // functions.PANEL
@@ -240,7 +267,7 @@ class _Writer:
         self.put(node, layer, f"{MICROSOFT_DOMAIN}::MatMulNBits", [x, codes, scales], attributes)
 
     def put(self, node: ir.Node, layer: str, op: str, inputs: list[ir.Value | None], attributes: dict[str, Any]) -> None:
-        """An operator in the place of a MatMul."""
+        """An operator in the place of a MatMul or a lookup."""
         result = self.nodes(node, layer, (op, inputs, attributes))
         old = node.outputs[0]
         kept, result.shape, result.type = old.name, old.shape, old.type
@@ -353,13 +380,20 @@ class _Writer:
         node.replace_input_with(0, rotated)
 
     def embedding(self, node: ir.Node, number_format: str) -> None:
-        """The table as codes and a scale a row; every use of it, a tied head's too, takes the dequantised one."""
-        table = node.inputs[0]
+        """The table as codes and a scale a row; only the rows that are looked up are dequantised."""
+        table, ids = node.inputs
         assert table is not None
         assert table.shape is not None
         V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
-        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if number_format == "int8" else F8)
+        is_int8 = number_format == "int8"
+        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if is_int8 else ir.DataType.UINT8)
         scales = self.weight("embed", "scales", (V, 1), self.dtype)
-        first = next(iter(self.graph))
-        whole = self.nodes(first, "embed", ("Cast", [codes], {"to": self.dtype}), ("Mul", [None, scales], {}))
-        table.replace_all_uses_with(whole)
+        (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
+        (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
+        if not is_int8:  # ONNX's Gather has no float8: the codes are looked up as bytes, then their values by code
+            values = self.constant("e4m3", E4M3_VALUES)
+            (wide,) = self.node(
+                node, "embed", "Gather", [values, self._cast(node, "embed", wide, ir.DataType.INT32)], {"axis": 0}
+            )
+        wide = self._cast(node, "embed", wide, self.dtype)
+        self.put(node, "embed", "Mul", [wide, steps], {})

@@ -19,7 +19,7 @@ from dlm_export.network.spec import STACKS
 MIXTURE = "Experts"
 """The function that a trace calls; the others of ``FUNCTIONS`` take its place when weights are laid out."""
 RANGES = ("x_scale", "hidden_scale")
-_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _rounded_expert(
 def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
     """Bytes as the numbers that they are in E4M3: ONNX Runtime picks no entries of a tensor of these."""
     codes = loop.op("Cast", stored, to=ir.DataType.INT32)
-    found: ir.Value = loop.op("Gather", loop.constant(_E4M3_VALUES), codes)
+    found: ir.Value = loop.op("Gather", loop.constant(E4M3_VALUES), codes)
     return found
 
 

@@ -26,6 +26,18 @@ class Tap:
     output: str
 
 
+def weight_of(node: ir.Node) -> ir.Value | None:
+    """The weight of a MatMul: an initialiser, or a tied head's transposed one. None for other nodes and other products."""
+    weight = node.inputs[1] if node.op_type == "MatMul" else None
+    if weight is None or weight.is_initializer():
+        return weight
+    transpose = weight.producer()
+    if transpose is None or transpose.op_type != "Transpose":
+        return None
+    table = transpose.inputs[0]
+    return weight if table is not None and table.is_initializer() else None
+
+
 def find_taps(traced: Graph) -> dict[str, Tap]:
     """The taps of all layers of a traced graph by path. Rewriting keeps the names, where it keeps the values."""
     found: dict[str, Tap] = {}
@@ -35,8 +47,7 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
             tokens, chosen, weights = (str(value.name) for value in node.inputs[:3] if value is not None)
             found |= {layer: Tap(tokens, str(node.outputs[0].name)), f"{layer}{ROUTES}": Tap(chosen, weights)}
             continue
-        weight = node.inputs[1] if node.op_type == "MatMul" else None
-        if weight is None or not weight.is_initializer():
+        if weight_of(node) is None:
             continue
         x, y = node.inputs[0], node.outputs[0]
         for user, _ in y.uses():

@@ -26,7 +26,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from dlm_calibration.formats import quantise_activation, quantise_weight
+from dlm_calibration.formats import quantise_activation
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe
 from dlm_calibration.solvers import rotate
 from dlm_export import families
@@ -49,7 +49,7 @@ from dlm_export.judging.part_runs import Values, full_pass, run_parts
 from dlm_export.memory import give_back
 from dlm_export.network.experts import RoutedMLPs, Router, Stacked
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
-from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.spec import EMBEDDING, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.workplace import Workplace
@@ -154,8 +154,8 @@ class _Beside:
     def __init__(self, done: Quantisation, taps: Mapping[str, Tap], canvases: Sequence[Canvas], workplace: Workplace) -> None:
         self.done, self.taps, self.canvases = done, taps, canvases
         self.layered = families.layered(done.parameters, done.parameters.network, device=workplace.device)
-        if done.recipe.embedding is not None:
-            self.layered.read = functools.partial(_read_rounded, done.recipe.embedding, self.layered.read)
+        if done.recipe.embedding is not None or done.has_tied_table:
+            self.layered.read = functools.partial(_read_rounded, done, self.layered.read)
         tokens = [canvas.tokens for canvas in canvases]
         self.equal, self.alone = Carried(self.layered, tokens), Carried(self.layered, tokens)
         self.rows: dict[str, LayerRow] = {}
@@ -285,12 +285,14 @@ class _Beside:
         self.rows[layer] = LayerRow(layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None))
 
 
-def _read_rounded(format: str, read: ReadTensor, name: str, dtype: torch.dtype | None, rows: Tensor | None = None) -> Tensor:
-    """``Layered.read`` where the embedding table is quantised: it has one scale a row."""
-    if name != "embed.weight":
+def _read_rounded(
+    done: Quantisation, read: ReadTensor, name: str, dtype: torch.dtype | None, rows: Tensor | None = None
+) -> Tensor:
+    """``Layered.read`` with the rows of a quantised embedding table as the graph looks them up."""
+    if name != EMBEDDING:
         return read(name, dtype, rows)
-    table = read(name, torch.float32, rows)
-    return torch.from_numpy(np.ascontiguousarray(quantise_weight(table.numpy().T, format).dequantise().T))
+    table = read(name, torch.float32, rows).numpy()
+    return torch.from_numpy(done.embedding_rows(table, np.arange(len(table)) if rows is None else rows.numpy()))
 
 
 def _project(done: Quantisation, x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_export.network.experts import Experts
-from dlm_export.network.linear import MLP, Linear, product
+from dlm_export.network.linear import MLP, Linear, TiedHead
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, RotaryTable, rotary_table
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -207,7 +207,7 @@ class Denoiser(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size))
         self.blocks = nn.ModuleList(Block(layer, c.hidden_size, is_plain) for layer in c.layers)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
-        self.head = None if c.tied_head else Linear(c.hidden_size, c.vocab_size)
+        self.head = TiedHead() if c.tied_head else Linear(c.hidden_size, c.vocab_size)
         tables = c.rotary_tables()
         self.rotary = nn.ModuleList(Rotary(table, c.max_canvas_length) for table in tables)
         used = [rotary_table(layer.attention) for layer in c.layers]
@@ -235,7 +235,7 @@ class Denoiser(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Features ``[..., hidden]`` to raw logits ``[..., V]`` (the mask token is not excluded here)."""
-        logits: Tensor = product(features, self.embed.weight.T) if self.head is None else self.head(features)
+        logits: Tensor = self.head(features, self.embed.weight) if self.network.tied_head else self.head(features)
         return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -53,6 +53,14 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class TiedHead(nn.Module):
+    """Multiplies by the transposed embedding table, which it is given and does not hold."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Features ``[..., hidden]`` and a table ``[V, hidden]`` to raw logits ``[..., V]``."""
+        return product(x, table.T)
+
+
 class MLP(nn.Module):
     """SwiGLU: ``down(silu(gate x) * up x)``."""
 

@@ -26,7 +26,11 @@ CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": 
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP, and of the stacks of experts that are such."""
 NEVER_QUANTISED = ("router",)
-"""Roles of linear layers that no recipe reaches. Norms, position tables and the embedding are no linear layers at all."""
+"""Roles of linear layers that recipes cannot name. Norms, position tables and the embedding are not linear layers."""
+HEAD = "head"
+"""Module path, and role, of the matrix that turns features into logits."""
+EMBEDDING = "embed.weight"
+"""Name of the embedding table ``[V, hidden]``, which a tied head multiplies by as well."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,12 @@ class Fold:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A matrix multiplication by a weight of its own, ``[inputs, outputs]``, at module ``path``.
+    """A matrix multiplication by a weight ``[inputs, outputs]`` at module ``path``.
 
-    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``, ``router``) or ``head``. Those
-    of one ``site`` read the same input; it is the path of the first of them. ``fold`` None: nothing in front takes a scale.
-    ``count`` experts of the same shape lie behind one path, and each sees ``share`` of the tokens.
+    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``, ``router``), or ``head``.
+    Layers with the same ``site`` read the same input; the site is the path of the first of them. ``fold`` says where scales
+    of the input can go; None means nowhere. A mixture has ``count`` experts of the same shape, and each sees ``share`` of the
+    tokens. ``is_tied`` marks a head that multiplies by the transposed embedding table, so that both are one parameter.
     """
 
     path: str
@@ -183,11 +188,12 @@ class LinearSpec:
     fold: Fold | None = None
     count: int = 1
     share: float = 1.0
+    is_tied: bool = False
 
     @property
     def weight(self) -> str:
-        """The parameter's name."""
-        return f"{self.path}.weight"
+        """Name of the parameter that holds the weight. A tied head's parameter is stored as ``[outputs, inputs]``."""
+        return EMBEDDING if self.is_tied else f"{self.path}.weight"
 
     @property
     def is_stacked(self) -> bool:
@@ -196,7 +202,9 @@ class LinearSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter: ``[inputs, outputs]``, experts in front."""
+        """Shape of the parameter: ``[inputs, outputs]``, with the experts' axis first; a tied head's is transposed."""
+        if self.is_tied:
+            return (self.outputs, self.inputs)
         return (self.count, self.inputs, self.outputs) if self.is_stacked else (self.inputs, self.outputs)
 
 
@@ -236,7 +244,7 @@ class NetworkSpec:
 
     @functools.cached_property
     def _parameters(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab_size, self.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for i, layer in enumerate(self.layers):
             block, attention = f"blocks.{i}.", layer.attention
             biased = ("q", "k", "v") * attention.qkv_bias + ("out",) * attention.out_bias
@@ -264,7 +272,7 @@ class NetworkSpec:
     @functools.cached_property
     def vector_elements(self) -> int:
         """Elements of all parameters that are neither matrices nor the embedding: norms and biases."""
-        matrices = {linear.weight for linear in self.linear_layers()} | {"embed.weight"}
+        matrices = {linear.weight for linear in self.linear_layers()} | {EMBEDDING}
         return sum(math.prod(shape) for name, shape in self._parameters.items() if name not in matrices)
 
     # ---- What follows: matrices ----
@@ -274,14 +282,15 @@ class NetworkSpec:
         return max(linear.inputs * linear.outputs for linear in self.linear_layers() if linear.role != "head")
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Every matrix multiplication by a weight of its own, in order of the pass."""
+        """Every matrix multiplication by a weight, in order of the pass; the head is the last one."""
         return self._linear_layers
 
     @functools.cached_property
     def _linear_layers(self) -> tuple[LinearSpec, ...]:
         found = [linear for i, layer in enumerate(self.layers) for linear in self._linear_layers_of(f"blocks.{i}", layer)]
-        if not self.tied_head:
-            found.append(LinearSpec("head", "head", self.hidden_size, self.vocab_size, "head", Fold(("final_norm.weight",))))
+        # Scales of a tied head's input cannot be folded: the embedding would be scaled as well.
+        fold = None if self.tied_head else Fold(("final_norm.weight",))
+        found.append(LinearSpec(HEAD, HEAD, self.hidden_size, self.vocab_size, HEAD, fold, is_tied=self.tied_head))
         return tuple(found)
 
     def _linear_layers_of(self, block: str, layer: LayerSpec) -> list[LinearSpec]:

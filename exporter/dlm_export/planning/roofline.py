@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
-from dlm_export.network.spec import CACHE_ROWS, LinearSpec, NetworkSpec
+from dlm_export.network.spec import CACHE_ROWS, NetworkSpec
 
 FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
 
@@ -50,13 +50,6 @@ class Rates:
 
     read_bytes: float
     macs: Mapping[str, float]
-
-
-def matrices_of(network: NetworkSpec) -> tuple[LinearSpec, ...]:
-    """Every matrix that a row passes: the linear layers, and a tied head, which is the embedding table once more."""
-    linear = network.linear_layers()
-    head = LinearSpec("head", "head", network.hidden_size, network.vocab_size, "head")
-    return (*linear, head) if network.tied_head else linear
 
 
 def work_of(
@@ -101,7 +94,7 @@ class MatrixKind:
 def kinds_of(network: NetworkSpec, layers: Mapping[str, str], element_bytes: int) -> tuple[MatrixKind, ...]:
     """The matrices of a network in the formats that ``layers`` names, those that cost the same together."""
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
-    for layer in matrices_of(network):
+    for layer in network.linear_layers():
         chosen = FORMATS[layers.get(layer.path, HIGH)]
         size = _matrix_bytes(chosen, layer.inputs, layer.outputs, element_bytes)
         part = "head" if layer.role == "head" else "layers"

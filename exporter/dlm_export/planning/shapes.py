@@ -115,7 +115,8 @@ def precisions_of(shape: Shape, target: Target, names: Sequence[str] | None = No
     """What of ``names`` (None: everything, a quantised bundle's own formats too) the target runs; the rest with the reason."""
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
-    every = list(shape.network.quantisable())
+    # A tied head keeps full precision on GPUs.
+    every = [path for path, layer in shape.network.quantisable().items() if target.sm is None or not layer.is_tied]
     element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
 
     def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:

@@ -28,7 +28,7 @@ from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import RoutedMLPs, Stacked
 from dlm_export.network.layered import Carried, named
-from dlm_export.network.linear import has_bf16_kernels
+from dlm_export.network.linear import TiedHead, has_bf16_kernels
 from dlm_export.network.spec import STACKS, LinearSpec, NetworkSpec
 from dlm_export.quantising import experts, gptq, modelopt
 from dlm_export.quantising.experts import Entered, Reached, member
@@ -321,9 +321,12 @@ def simulate(modules: Mapping[str, nn.Module], done: Quantisation, layers: Itera
             undo.append(functools.partial(setattr, linear, "read", linear.read))
             linear.read = functools.partial(_dequantised_expert, done, layer)
             continue
+        matrix = done.weight(layer).dequantise()
+        if isinstance(linear, TiedHead):
+            matrix, linear = np.ascontiguousarray(matrix.T), modules["embed"]
         undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
-        linear.weight.data = torch.from_numpy(done.weight(layer).dequantise()).to(linear.weight.device)
-    if layers is None and done.recipe.embedding is not None:
+        linear.weight.data = torch.from_numpy(matrix).to(linear.weight.device)
+    if layers is None and done.recipe.embedding is not None and not done.has_tied_table:
         table: Any = modules["embed"].weight
         undo.append(functools.partial(setattr, table, "data", table.data))
         table.data = torch.from_numpy(np.ascontiguousarray(done.embedding().dequantise().T))

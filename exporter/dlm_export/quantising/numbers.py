@@ -14,10 +14,10 @@ from dlm_calibration import solvers
 from dlm_calibration.formats import FP16, FP32, QuantisedWeight, ScaleType, quantise_weight, with_scales
 from dlm_calibration.observers import Observers
 from dlm_calibration.pieces import Index, Lazy
-from dlm_calibration.recipes import FORMATS, LayerFormat, Recipe
+from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_export import families
 from dlm_export.families.base import Parameters, later
-from dlm_export.network.spec import LinearSpec, NetworkSpec
+from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec
 from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
@@ -59,6 +59,10 @@ class Folded:
         """See ``Parameters.view``."""
         return None if parameter in self.rows or parameter in self.columns else self.source.view(parameter)
 
+    def stored_type(self, parameter: str) -> np.dtype:
+        """See ``Parameters.stored_type``."""
+        return FP32 if parameter in self.rows or parameter in self.columns else self.source.stored_type(parameter)
+
     @functools.cached_property
     def _readers(self) -> dict[str, list[LinearSpec]]:
         return by_site(self.network.linear_layers())
@@ -82,6 +86,11 @@ class Folded:
     @staticmethod
     def _divide(into: dict[str, np.ndarray], name: str, scales: np.ndarray) -> None:
         into[name] = into.get(name, np.float32(1)) / scales
+
+
+def _transposed(matrix: Lazy) -> Lazy:
+    """A matrix with its axes exchanged; both have to be indexed."""
+    return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
@@ -113,8 +122,17 @@ class Quantisation:
 
     def matrix(self, layer: str) -> np.ndarray:
         """A layer's full-precision weight ``[K, N]``, fp32, foldings and rotation applied."""
-        w = self.parameters.read(f"{layer}.weight", np.dtype(np.float32))
+        spec = self.parameters.network.quantisable()[layer]
+        w = self.parameters.read(spec.weight, FP32)
+        if spec.is_tied:
+            w = np.ascontiguousarray(w.T)
         return solvers.rotate_rows(w) if layer in self.rotated else w
+
+    def _stored(self, layer: str) -> Lazy:
+        """A layer's full-precision weight ``[K, N]``, fp32, read where it is indexed; foldings applied, rotation not."""
+        spec = self.parameters.network.quantisable()[layer]
+        parameter = self._later(spec.weight)
+        return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
         """The quantised weight of one of a layer's experts: solved during calibration, or rounded to nearest now."""
@@ -169,7 +187,7 @@ class Quantisation:
             return with_scales(found.weight, self._scales_in(chosen))
         if layer in self.solved:
             return self.solved[layer]
-        w = self.matrix(layer) if layer in self.rotated else self._later(f"{layer}.weight")
+        w = self.matrix(layer) if layer in self.rotated else self._stored(layer)
         return self.rounded(w, chosen)
 
     def rounded(self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None) -> QuantisedWeight:
@@ -199,8 +217,25 @@ class Quantisation:
     def embedding(self) -> QuantisedWeight:
         """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
         assert self.recipe.embedding is not None
-        table = self._later("embed.weight")
-        return quantise_weight(Lazy(table.shape[::-1], lambda at: table[at[::-1]].T), self.recipe.embedding)
+        return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
+
+    @property
+    def has_tied_table(self) -> bool:
+        """Whether the head is quantised and the embedding table is its weight, so that both share codes and scales."""
+        head = self.parameters.network.quantisable()[HEAD]
+        return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
+
+    def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """What the quantised graph looks up: fp32 ``[N, hidden]`` for ``ids`` ``[N]``, of which ``table`` ``[N, hidden]`` holds
+        the full-precision rows.
+        """
+        if self.has_tied_table and HEAD in self.solved:
+            return np.ascontiguousarray(self.solved[HEAD].columns(ids).dequantise().T)
+        if self.has_tied_table:
+            return np.ascontiguousarray(self.rounded(table.T, FORMATS[self.formats[HEAD]]).dequantise().T)
+        if self.recipe.embedding is not None:
+            return np.ascontiguousarray(quantise_weight(table.T, self.recipe.embedding).dequantise().T)
+        return table
 
     def _later(self, parameter: str) -> Lazy:
         return later(self.parameters, self.parameters.network, parameter)

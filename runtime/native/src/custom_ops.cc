@@ -136,7 +136,7 @@ struct Op;
 struct Node {
   const Op& op;
   std::array<int64_t, kMostWeights> columns{};  // of a linear layer
-  int64_t group_size = 0;                       // of Int4Linear
+  int64_t group_size = 0;                       // of Int4Linear and Int4Embedding
   int64_t heads = 0, kv_heads = 0;              // of CachedAttention
   int64_t visible_block = 0;                    // of BlockCachedAttention
 };
@@ -223,6 +223,27 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   layer.is_gated = node.op.is.is_gated;
   const Scratch scratch(call, node.op.memory, layer.scratch_bytes());
   kernels.linear(layer, scratch.get(), call);
+}
+
+void compute_embedding(const Kernels& kernels, const Node& node, Call& call) {
+  const auto ids = call.input<int64_t>(0);
+  const auto panels = call.input<uint8_t>(1), scales = call.input<uint8_t>(2);
+  if (ids.rank + 1 > kMostDims || panels.rank != 4) fail(DLM_BAD_BUNDLE, "the table is not in panels");
+  Embedding table{};
+  table.group_size = node.group_size;
+  table.rows = panels.dims[0] * kPanel;
+  table.hidden = panels.dims[1] * (node.group_size == 0 ? kDot : kPairs);
+  if (!is_in_panels(panels, scales, table.hidden, table.rows, node.group_size))
+    fail(DLM_BAD_BUNDLE, "the table is not one of %lld rows of %lld in panels", static_cast<long long>(table.rows),
+         static_cast<long long>(table.hidden));
+  table.ids = ids.data, table.tokens = ids.count();
+  table.panels = panels.data, table.scales = scales.data;
+  if (!table.is_in_range())
+    fail(DLM_BAD_BUNDLE, "a token id has no row among the table's %lld", static_cast<long long>(table.rows));
+  auto shape = ids.dims;
+  shape[ids.rank] = table.hidden;
+  table.y = call.output<float>(0, shape.data(), ids.rank + 1);
+  kernels.embedding(table, call);
 }
 
 void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) {
@@ -475,6 +496,8 @@ constexpr Definition kDefinitions[] = {
     {"Fp32Experts", {F, L, F, F, F, F}, 6, {F}, 1, 3, false, read_experts, compute_experts<ExpertFormat::fp32>},
     {"Int8Experts", {F, L, F, C, F, C, F, C, F}, 9, {F}, 1, 3, false, read_experts, compute_experts<ExpertFormat::int8>},
     {"Int4Experts", {F, L, F, C, H, C, H, C, H}, 9, {F}, 1, 3, false, read_int4_experts, compute_experts<ExpertFormat::int4>},
+    {"Int8Embedding", {L, C, F}, 3, {F}, 1, 0, false, nullptr, compute_embedding},
+    {"Int4Embedding", {L, C, H}, 3, {F}, 1, 0, false, read_group_size, compute_embedding},
     {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
     attention("CachedAttention", F, read_heads, attend<CacheType::fp32>),
     attention("Fp16CachedAttention", H, read_heads, attend<CacheType::fp16>),

@@ -33,6 +33,10 @@ bool CachedAttention::has_good_segments() const {
   return batch == 1 && next == tokens;
 }
 
+bool Embedding::is_in_range() const {
+  return std::all_of(ids, ids + tokens, [&](int64_t id) { return id >= 0 && id < rows; });
+}
+
 bool Experts::is_in_range() const {
   return std::all_of(chosen, chosen + rows * active, [&](int64_t expert) { return expert >= 0 && expert < count; });
 }

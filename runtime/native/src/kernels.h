@@ -181,6 +181,19 @@ struct Candidates {
   float *probs, *entropy;  // [rows, 2], [rows]: sum p ln p
 };
 
+// y [tokens, hidden]: rows of an embedding table that is the weight of a tied head, in the panels of LinearWeight. Row `id` is
+// column `id` of the head's weight [hidden, V]. Codes are multiplied by their scales in fp32.
+struct Embedding {
+  const int64_t* ids;  // [tokens], each in 0..rows - 1
+  int64_t tokens, hidden, rows;
+  const uint8_t* panels;
+  const void* scales;  // fp32 of INT8, fp16 of INT4
+  int64_t group_size;  // inputs of a column that share a scale; 0: INT8
+  float* y;
+
+  bool is_in_range() const;  // whether every id is a row. The kernel must not run otherwise.
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const Linear& layer, void* scratch, Parallel& parallel);
@@ -188,6 +201,7 @@ struct Kernels {
   void (*experts)(const Experts& mixture, void* scratch, Parallel& parallel);
   void (*attention)(const CachedAttention& pass, Parallel& parallel);
   void (*candidates)(const Candidates& rows, Parallel& parallel);
+  void (*embedding)(const Embedding& table, Parallel& parallel);
 };
 
 // Kernels for this architecture, and why they do not run here; an empty refusal: they do.

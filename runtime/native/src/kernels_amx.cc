@@ -9,6 +9,6 @@ namespace dlm {
 
 extern const Kernels kAvx512Kernels, kAmxKernels;
 const Kernels kAmxKernels = {"amx-int8", matrix_linear<kAvx512Kernels>, kAvx512Kernels.nvfp4_linear, kAvx512Kernels.experts,
-                             kAvx512Kernels.attention, kAvx512Kernels.candidates};
+                             kAvx512Kernels.attention, kAvx512Kernels.candidates, kAvx512Kernels.embedding};
 
 }  // namespace dlm

@@ -6,6 +6,7 @@
 
 #include "kernels_attention.h"
 #include "kernels_candidates.h"
+#include "kernels_embedding.h"
 #include "kernels_experts.h"
 #include "kernels_linear.h"
 #include "kernels_nvfp4.h"

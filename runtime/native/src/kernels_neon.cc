@@ -6,6 +6,6 @@
 namespace dlm {
 
 extern const Kernels kNeonKernels;
-const Kernels kNeonKernels = {"neon-dotprod", linear, nvfp4_linear, experts, attention, candidates};
+const Kernels kNeonKernels = {"neon-dotprod", linear, nvfp4_linear, experts, attention, candidates, embedding};
 
 }  // namespace dlm

@@ -1,0 +1,183 @@
+"""Small denoisers against autoregressive decoding: passes of a few tokens here, and llama.cpp's tokens and prompts.
+
+    python benchmarks/edge.py [--sizes 0.6B,1.7B] [--threads 1,2] [--rounds 5] [--json FILE]
+
+The shapes are Qwen3's with a tied embedding, as SDAR has them, with random weights. A pass of this runtime computes T tokens
+over 256 cached ones. llama.cpp runs the autoregressive model of the same shape: one token after 256 others, and prompts of T
+tokens. Each model is in its own process, and all take turns. ``rate`` is the time of reading the weights once at the speed of
+a plain read of memory, measured in the same run. Needs benchmarks/requirements.txt; without llama.cpp only this runtime is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shapes import TIED, bundle_of, machine
+from timing import interleave, show
+
+CACHED = 256
+TOKENS = (1, 4, 8, 32, 256)
+OURS = {"int4": "int4-rtn", "int8": "int8"}
+THEIRS = {"int4": "Q4_0", "int8": "Q8_0"}
+
+
+class Ours:
+    """A bundle; ``time`` is the seconds of a pass that scores all its tokens."""
+
+    def __init__(self, size: str, precision: str, threads: int) -> None:
+        import dlm_runtime
+
+        self.path = bundle_of(size, precision)
+        self.weights_bytes = (self.path / "denoiser.onnx.data").stat().st_size
+        began = time.perf_counter()
+        self.bundle = dlm_runtime.open(self.path, threads=threads)
+        self.open_s = time.perf_counter() - began
+
+    def time(self, tokens: int, cached: int) -> float:
+        return statistics.median(self.bundle.time_passes(tokens, cached, tokens, 3))
+
+
+class Theirs:
+    """A GGUF; ``time`` is the seconds of decoding some tokens after others, with logits of the last one."""
+
+    def __init__(self, size: str, file_type: str, threads: int) -> None:
+        from gguf_files import gguf_of
+        from llama import Llama
+
+        self.path = gguf_of(size, file_type)
+        self.weights_bytes = self.path.stat().st_size
+        began = time.perf_counter()
+        self.model = Llama(self.path, threads, is_causal=True)
+        self.open_s = time.perf_counter() - began
+        self.model.prepare(1, 2 * CACHED)
+        self.filled = 0
+
+    def time(self, tokens: int, cached: int) -> float:
+        llama, context = self.model.llama, self.model.context
+        memory = llama.llama_get_memory(context)
+        if self.filled != cached:
+            llama.llama_memory_clear(memory, True)
+            self.filled = 0
+            if cached:
+                self._decode(0, cached)
+            self.filled = cached
+        began = time.perf_counter()
+        self._decode(cached, tokens)
+        seconds = time.perf_counter() - began
+        llama.llama_memory_seq_rm(memory, 0, cached, -1)
+        return seconds
+
+    def _decode(self, first: int, count: int) -> None:
+        batch = self.model.batch
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i], batch.pos[i], batch.logits[i] = (first + i) * 7919 % 150_000, first + i, i == count - 1
+            batch.seq_id[i][0] = 0
+        if self.model.llama.llama_decode(self.model.context, batch):
+            raise SystemExit("llama.cpp failed in a pass")
+        self.model.llama.llama_get_logits_ith(self.model.context, -1)
+
+
+class Process:
+    """A model in a process of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, __file__, "--worker", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts = self.ask("facts")
+
+    def ask(self, *what: object) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def timed(self, tokens: int, cached: int) -> Callable[[], float]:
+        return lambda: float(self.ask(tokens, cached))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def work(side: str, size: str, kind: str, threads: str) -> None:
+    """Answer requests on stdin until it ends."""
+    from dlm_export.planning.bench import peak_rss_bytes
+
+    model = (Ours if side == "ours" else Theirs)(size, kind, int(threads))
+    for line in sys.stdin:
+        what = json.loads(line)
+        if what == ["facts"]:
+            found: Any = {"weights_bytes": model.weights_bytes, "open_s": model.open_s, "peak_rss_bytes": peak_rss_bytes()}
+        else:
+            found = model.time(*what)
+        print(json.dumps(found), flush=True)
+
+
+def read_rate(threads: int) -> float:
+    """Bytes a second of reading 1 GiB of memory, the best of five."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    data = np.ones(1 << 28, np.float32)
+    parts = np.array_split(data, threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(5):
+            began = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - began)
+    return data.nbytes / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.6B,1.7B", help=f"of {', '.join(TIED)}")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    has_llama = all(importlib.util.find_spec(module) for module in ("llama_cpp", "gguf"))
+    if not has_llama:
+        print("llama.cpp is not measured: pip install -r benchmarks/requirements.txt")
+    result: dict[str, Any] = {"machine": machine(), "rounds": arguments.rounds, "rows": {}}
+    for size in arguments.sizes.split(","):
+        for threads in map(int, arguments.threads.split(",")):
+            rate = read_rate(threads)
+            for bits, precision in OURS.items():
+                ours = Process("ours", size, precision, threads)
+                theirs = Process("theirs", size, THEIRS[bits], threads) if has_llama else None
+                runs = {f"pass of {count}": ours.timed(count, CACHED) for count in TOKENS}
+                if theirs is not None:
+                    runs["llama.cpp token"] = theirs.timed(1, CACHED)
+                    runs |= {f"llama.cpp prompt of {count}": theirs.timed(count, 0) for count in TOKENS[1:]}
+                rows = interleave(runs, arguments.rounds)
+                about = {"ours": ours.facts | {"peak_rss_bytes": ours.ask("facts")["peak_rss_bytes"]}}
+                if theirs is not None:
+                    about["theirs"] = theirs.facts
+                title = f"{size}, {bits}, {threads} thread{'s' * (threads > 1)}"
+                show(title, rows, "pass of 4")
+                rate_ms = 1e3 * ours.facts["weights_bytes"] / rate
+                print(f"  rate {rate_ms:.1f} ms; {json.dumps(about)}", flush=True)
+                result["rows"][title] = {"passes": rows, "about": about, "rate_ms": rate_ms}
+                for process in filter(None, (ours, theirs)):
+                    process.close()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(*sys.argv[2:])
+    else:
+        main()
