@@ -312,6 +312,7 @@ def test_latencies_are_of_the_prompts_and_not_of_the_first_run() -> None:
     told = bench._time_requests(Timed(), options, "llada", [[1]] * 21, Silent())  # type: ignore[arg-type]
     assert (told["p50_ms"], told["p95_ms"]) == (pytest.approx(11), pytest.approx(20))
     assert told["tokens_per_s"] == pytest.approx(21 * 5 / 0.231)
+    assert told["tokens_per_pass"] == 2.5
 
 
 def test_help_has_an_example() -> None:

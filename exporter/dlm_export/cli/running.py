@@ -284,7 +284,7 @@ def print_bench(result: Mapping[str, Any]) -> None:
         click.echo(
             f"Requests: {sent['count']} prompts of {sent['data']}, at most {sent['max_new_tokens']} new tokens: "
             f"p50 {sent['p50_ms']:.1f} ms, p95 {sent['p95_ms']:.1f} ms, {sent['mean_nfe']:.2f} passes in the mean, "
-            f"{sent['tokens_per_s']:.1f} tokens/s"
+            f"{sent['tokens_per_pass']:.2f} tokens a pass, {sent['tokens_per_s']:.1f} tokens/s"
         )
     click.echo(
         f"Memory: {format_bytes(memory['peak_rss_bytes'])} at the generation's peak, weights "

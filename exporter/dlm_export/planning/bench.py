@@ -266,6 +266,7 @@ def _time_requests(
         "p50_ms": statistics.median(seconds) * 1e3,
         "p95_ms": p95 * 1e3,
         "mean_nfe": statistics.mean(result.nfe for result in results),
+        "tokens_per_pass": sum(result.completion_tokens for result in results) / max(1, sum(result.nfe for result in results)),
         "tokens_per_s": sum(result.completion_tokens for result in results) / sum(seconds),
     }
 
