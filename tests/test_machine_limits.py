@@ -113,6 +113,21 @@ def test_a_command_that_runs_out_of_memory_says_so_in_one_line(monkeypatch: pyte
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(demo_bundle: Path, tmp_path: Path, name: str) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    with (
+        dlm_runtime.open(bundle, engine="none") as opened,
+        dlm_runtime.open(bundle, engine="none", check_hashes=False) as trusted,
+    ):
+        with open(bundle / name, "a") as file:
+            file.write("\n")  # of the same meaning: only its hash shows it
+        with pytest.raises(BundleError, match=rf"{name}: its content is not what the bundle's manifest says"):
+            _ = opened.tokenizer
+        assert trusted.tokenizer is not None
+
+
 def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(demo_bundle: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)

@@ -77,6 +77,7 @@ class Bundle:
         self._constraints: dict[tuple[Any, ...], Constraint] = {}
         self._constrained = [0.0, 0.0]  # nats that constraints lost, and tokens of their texts
         self._has_warned = False  # of that loss
+        self._checks_hashes = True
         self._folder: Path | None = None  # where files that the manifest names lie
         text = self._library.dlm_bundle_manifest(handle).decode()
         self.manifest: dict[str, Any] = json.loads(text) if text else {}
@@ -131,7 +132,10 @@ class Bundle:
         if self._tokenizer is None and self._folder is not None:
             files = text_files(self.manifest, self._folder)
             if files.tokenizer is not None:
-                self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens)
+                hashes = (
+                    {name: entry["sha256"] for name, entry in self.manifest["files"].items()} if self._checks_hashes else None
+                )
+                self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens, hashes)
         return self._tokenizer
 
     def check_text(self) -> None:
@@ -785,7 +789,7 @@ def open(
         said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
         warnings.warn(said, DlmWarning, stacklevel=2)
     bundle.provider = name
-    bundle._folder = Path(path)
+    bundle._folder, bundle._checks_hashes = Path(path), check_hashes
     check_text_options(bundle.manifest, bundle._folder)
     if engine != "none":
         _ = bundle.tokenizer  # a damaged one is noticed here

@@ -6,6 +6,7 @@ the file; ``hint`` is put behind it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -17,8 +18,8 @@ from dlm_runtime.errors import DlmError
 _PIECE_BYTES = 1 << 16
 
 
-def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> bytes:
-    """All of a plain file, which a symbolic link may lead to."""
+def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None) -> bytes:
+    """All of a plain file, which a symbolic link may lead to. ``sha256``: the hash that its content must have; None: any."""
     try:
         # Opening a pipe would wait for its other end; what was opened is what is looked at.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
@@ -33,6 +34,8 @@ def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = 
                 data += more
             if len(data) > limit_bytes:
                 raise error(f"{path}: too large: at most {limit_bytes} bytes are read.{hint}")
+            if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+                raise error(f"{path}: its content is not what the bundle's manifest says (SHA-256 differs).{hint}")
             return data
     except MemoryError as err:
         raise error(f"{path}: not enough memory to read it: end other programs, or raise its limit.{hint}") from err
@@ -44,10 +47,10 @@ def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = 
         raise error(f"{path!r}: not the name of a file ({err}).{hint}") from err
 
 
-def read_text(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> str:
-    """A plain file's text in UTF-8."""
+def read_text(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None) -> str:
+    """A plain file's text in UTF-8. ``sha256``: see ``read_bytes``."""
     try:
-        return read_bytes(path, limit_bytes, error, hint).decode("utf-8")
+        return read_bytes(path, limit_bytes, error, hint, sha256).decode("utf-8")
     except UnicodeDecodeError as err:
         raise error(f"{path}: not readable as UTF-8 text ({err.reason} at byte {err.start}).{hint}") from err
 

@@ -38,11 +38,22 @@ class Tokenizer:
 
     @classmethod
     def from_files(
-        cls, tokenizer: Path, template: Path | None = None, special_tokens: Mapping[str, str] | None = None
+        cls,
+        tokenizer: Path,
+        template: Path | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        hashes: Mapping[str, str] | None = None,
     ) -> Tokenizer:
-        """Read tokenizer.json and, if given, a Jinja file. Raises BundleError."""
-        text = None if template is None else read_text(template, TEMPLATE_LIMIT_BYTES, BundleError)
-        return cls(read_bytes(tokenizer, TOKENIZER_LIMIT_BYTES, BundleError), text, special_tokens or {}, tokenizer)
+        """Read tokenizer.json and, if given, a Jinja file.
+
+        ``hashes``: the SHA-256 that files must have, by name. Raises BundleError.
+        """
+        known = hashes or {}
+        text = None
+        if template is not None:
+            text = read_text(template, TEMPLATE_LIMIT_BYTES, BundleError, sha256=known.get(template.name))
+        data = read_bytes(tokenizer, TOKENIZER_LIMIT_BYTES, BundleError, sha256=known.get(tokenizer.name))
+        return cls(data, text, special_tokens or {}, tokenizer)
 
     def close(self) -> None:
         """End its process; a later call starts it again."""
