@@ -2,7 +2,6 @@
  * A second thread ends the request; what it came to until then is printed, and why it ended. README.md says how it is built. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
-#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -27,7 +26,7 @@ static int wait_for(int one, int other, double seconds) {
   sigaddset(&signals, other);
   struct timespec time;
   time.tv_sec = (time_t)seconds;
-  time.tv_nsec = (long)((seconds - floor(seconds)) * 1e9);
+  time.tv_nsec = (long)((seconds - (double)time.tv_sec) * 1e9);
   int number;
   do number = sigtimedwait(&signals, NULL, &time);
   while (number < 0 && errno == EINTR);

@@ -287,8 +287,8 @@ class Bundle:
         if is_news:
             warnings.warn(
                 f"the constraint lost {loss:.1f} nats of log probability over {tokens:.0f} tokens: the denoiser would have "
-                f"written something else. The bundle's JSON layout is {self.json_layout!r}. If the denoiser was trained on "
-                "another one, give json_layout, or build the bundle with --json-layout and --call-format",
+                f"written something else. For JSON, check the layout that it was trained on: the bundle says "
+                f"{self.json_layout!r}. Give another json_layout, or build the bundle with --json-layout and --call-format",
                 ConstraintWarning,
                 stacklevel=2,
             )

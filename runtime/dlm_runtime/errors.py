@@ -65,7 +65,7 @@ class CancelledError(DlmError):
     """A step callback asked the loop to stop."""
 
 
-class ConstraintWarning(UserWarning):
+class ConstraintWarning(DlmWarning):
     """A constraint made a text far less likely than the denoiser's own choice."""
 
 

@@ -49,8 +49,8 @@ class Options:
         tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
             "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat template
             receives them.
-        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a call),
-            or "none" (the chat template does not receive the tools).
+        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a call;
+            also ``{"type": "function", "function": {"name": "..."}}``), or "none" (the chat template does not receive them).
         parallel_tool_calls: Whether a required text may be several calls. None: if the call format has a text around all
             calls, as the lists of "list" and "lines" have.
         call_format: How calls are written: a name of ``tools.FORMATS``, or a ``CallFormat``. None: the format that the bundle
@@ -79,7 +79,7 @@ class Options:
     json_object: bool = False
     json_layout: str | Layout | None = None
     tools: Sequence[Mapping[str, Any]] | Tools | None = None
-    tool_choice: str = "auto"
+    tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
     call_format: str | CallFormat | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class RequestOptions(TypedDict, total=False):
     json_object: bool
     json_layout: str | Layout | None
     tools: Sequence[Mapping[str, Any]] | Tools | None
-    tool_choice: str
+    tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
     call_format: str | CallFormat | None
 
@@ -309,7 +309,7 @@ MOST_INDENT = 64  # spaces a level of a JSON layout
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
     """An option that is a count, at most ``most``. Raises RequestError with the option's name."""
     try:
-        count = operator.index(value)
+        count = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = -1
     if not 0 <= count <= most:

@@ -7,6 +7,7 @@ Jinja program from outside: it runs in Jinja's immutable sandbox there, and sees
 from __future__ import annotations
 
 import hashlib
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,15 @@ class Tokenizer:
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
                 raise RequestError(f"chat: {reprlib.repr(message)} is not a message with role and content")
+            content = message.get("content")
+            if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+                raise RequestError(f"chat: the content of {reprlib.repr(message)} is not a text")
+        try:
+            json.dumps([list(messages), tools], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as err:
+            raise RequestError("chat: a text has half of a surrogate pair, which UTF-8 cannot hold") from err
+        except (TypeError, ValueError, RecursionError) as err:
+            raise RequestError(f"chat: not JSON ({err})"[:300]) from err
         chat, what = [dict(message) for message in messages], "chat: the bundle's template refuses these messages"
         found: list[int] = self._ask("encode_chat", what, messages=chat, tools=tools, special_tokens=special_tokens)
         return found

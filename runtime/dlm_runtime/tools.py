@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dlm_runtime.constraints import expressions
@@ -112,6 +112,9 @@ class Tools:
             names.append(_name_of(tool, f"tools[{number}]"))
             if names[-1] in names[:-1]:
                 raise RequestError(f"tools[{number}]: a second function {names[-1]!r}")
+        if isinstance(choice, Mapping) and isinstance(function := choice.get("function"), Mapping):
+            choice = function.get("name")  # as OpenAI's interface names one
+            found = replace(found, choice=choice)
         if not isinstance(choice, str) or choice not in (*CHOICES, *names):
             raise RequestError(f"tool_choice = {shown(choice)} is not one of {', '.join((*CHOICES, *names))}")
         return found

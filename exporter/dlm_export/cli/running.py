@@ -51,7 +51,7 @@ from dlm_runtime import Bundle, Generation
 @click.option("--score", help="confidence, margin, entropy or random.")
 @click.option("--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential.")
 @click.option("--cache", help="none, prefix, dual, block or block-dual.")
-@click.option("--temperature", type=click.FloatRange(0, 1000), help="Of draws; 0: the best token.")
+@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 takes the most likely token.")
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Draw from the best tokens that have this probability together.")
 @click.option("--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all.")
 @click.option("--seed", type=click.IntRange(0), help="Of draws, and of score random.")
@@ -201,7 +201,7 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
 )
 @click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
 @click.option(
-    "--data", type=FILE, help="JSONL as of calibration: its prompts are sent one by one, and p50 and p95 are printed."
+    "--data", type=FILE, help="JSONL with prompt and completion, or messages: send its prompts one by one, print p50 and p95."
 )
 @click.option("--samples", type=click.IntRange(1), default=64, show_default=True, help="Most prompts of --data.")
 @click.option("--cost", is_flag=True, help="Fit what a pass, a token, a scored row and attention cost, for schedulers.")

@@ -157,7 +157,7 @@ def _walk(texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], bud
 
 def _too_many(edges: int, limits: CompileLimits) -> RequestError:
     return RequestError(
-        f"regex: its tokens make {edges} edges or more, and {limits.edges} are the limit: make counts smaller, or raise edges"
+        f"regex: its tokens make {edges} edges or more, and {limits.edges} are the limit: make counts smaller, or raise limits"
     )
 
 

@@ -163,12 +163,12 @@ def byte_automaton(
 
 
 def _too_many(limits: CompileLimits) -> RequestError:
-    return RequestError(f"regex: its automaton has more than {limits.states} states: make counts smaller, or raise states")
+    return RequestError(f"regex: its automaton has more than {limits.states} states: make counts smaller, or raise limits")
 
 
 def _too_long(limits: CompileLimits) -> RequestError:
     return RequestError(
-        f"regex: compiling it takes more than {limits.seconds} s of processor time: make counts smaller, or raise seconds"
+        f"regex: compiling it takes more than {limits.seconds} s of processor time: make counts smaller, or raise limits"
     )
 
 
@@ -234,7 +234,7 @@ def _compile(expression: str, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
             inner = _INNER_ANCHORS.search(expression)
             doubt = f", or it has an anchor ({inner[0]}) where some branch cannot match" if inner else ""
             raise RequestError(f"regex: no text matches it{doubt}")
-        doubt = ": a bracket that is not closed, look-around or a back-reference" if _NOT_READ in reason else ""
+        doubt = ": it has a syntax error, or look-around or a back-reference" if _NOT_READ in reason else ""
         raise RequestError(f"regex: not one that can be compiled ({' '.join(reason.split())}{doubt})")
     budget.charge(microseconds / 1e6)
     budget.check_memory(2 * len(done.stdout))

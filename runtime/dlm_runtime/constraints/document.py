@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlm_runtime.errors import RequestError
+from dlm_runtime.errors import DlmWarning, RequestError
 
 if TYPE_CHECKING:
     from referencing import Specification
@@ -63,7 +63,7 @@ _DRAFTS = {
 }
 
 
-class SchemaWarning(UserWarning):
+class SchemaWarning(DlmWarning):
     """A schema has something that is not enforced and was probably meant to be, such as a misspelled keyword."""
 
 

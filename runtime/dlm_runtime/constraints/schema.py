@@ -321,7 +321,7 @@ class _Writer:
         if states > self.limits.states:
             raise RequestError(
                 f"schema: {found.parts[0].where}: {len(names)} properties need more than {states} states, and an automaton "
-                f"may have {self.limits.states}: list fewer, or raise states"
+                f"may have {self.limits.states}: list fewer, or raise limits"
             )
 
     def container(self, level: int, is_array: bool, item: str | None, fewest: int, most: int | None) -> str:
