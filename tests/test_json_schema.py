@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from referencing import Registry
@@ -332,6 +332,16 @@ DOCUMENTS = st.builds(
 )
 
 
+def is_valid(found: Any, value: Any) -> bool:
+    """What jsonschema says. It does not end for some schemas that refer to themselves; such documents are not tested."""
+    try:
+        return bool(validator(found).is_valid(value))
+    except RecursionError:
+        recurses = True
+    assume(not recurses)
+    raise AssertionError
+
+
 @settings(max_examples=300, deadline=None)
 @given(found=DOCUMENTS)
 def test_values_are_valid_as_jsonschema_says(found: Any) -> None:
@@ -347,7 +357,7 @@ def test_values_are_valid_as_jsonschema_says(found: Any) -> None:
         assert "refers to itself" in reason
         return
     # repr() tells 1, 1.0 and true apart.
-    assert list(map(repr, allowed)) == [repr(value) for value in VALUES if validator(found).is_valid(value)]
+    assert list(map(repr, allowed)) == [repr(value) for value in VALUES if is_valid(found, value)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -357,7 +367,7 @@ def test_no_value_is_accepted_that_jsonschema_rejects(found: Any) -> None:
         texts = texts_of(found, 1)
     except RequestError:
         return
-    assert [value for value in VALUES if accepts(texts, value) and not validator(found).is_valid(value)] == []
+    assert [value for value in VALUES if accepts(texts, value) and not is_valid(found, value)] == []
 
 
 @settings(max_examples=30, deadline=None)
