@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_export.cli import main
@@ -96,6 +96,7 @@ def test_json_of_run_is_short_and_says_how_the_request_went(llada_bundle: Path) 
     assert 0 < len(told["undecided"]) < 64
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
