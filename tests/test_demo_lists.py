@@ -90,7 +90,7 @@ def test_a_constraint_in_another_layout_warns_once(
             out = bundle.generate(prompt=row["prompt"], schema=schema, json_layout="compact")
             assert out.constraint_log_prob_loss > out.completion_tokens
     assert [each.category for each in told] == [dlm_runtime.ConstraintWarning]
-    assert "JSON layout is 'lines'" in str(told[0].message)
+    assert "the bundle says 'lines'" in str(told[0].message)
 
 
 def test_every_loop_equals_the_reference_on_real_predictions(lists: Bundle) -> None:
