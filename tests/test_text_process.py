@@ -121,7 +121,7 @@ def test_an_answer_that_is_too_large_is_refused(ours: Tokenizer, monkeypatch: py
 @pytest.mark.parametrize("content", [object(), {1, 2}, 1j, b"bytes"])
 def test_a_chat_of_things_that_are_no_json_is_a_wrong_request(ours: Tokenizer, content: object) -> None:
     process = _process(ours)
-    with pytest.raises(RequestError, match="chat: the content of .* is not a text"):
+    with pytest.raises(RequestError, match=r"chat: the content of .* is not a text"):
         ours.encode_chat([{"role": "user", "content": content}])
     assert _process(ours) is process
 
