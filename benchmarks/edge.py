@@ -90,7 +90,7 @@ class Theirs:
 
 
 class Process:
-    """A model in a process of its own."""
+    """A process that holds one model."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, __file__, "--worker", *map(str, arguments)]
